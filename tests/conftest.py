@@ -1,0 +1,22 @@
+"""Settings of the whole suite: exact fp32 products and a compilation cache that survives runs."""
+
+import os
+
+import jax
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_default_matmul_precision", "highest")
+    cache = getattr(config, "cache", None)
+    if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
