@@ -1,0 +1,1 @@
+"""Confidence calibration: sequential temperature scaling and its metrics."""

@@ -1,0 +1,1 @@
+"""Reading and writing weights: safetensors, GGUF and the drafter dialects."""

@@ -1,0 +1,1 @@
+"""The `dspark` command, one file a subcommand."""

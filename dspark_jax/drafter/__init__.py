@@ -1,0 +1,1 @@
+"""The semi-autoregressive block drafter and its heads."""

@@ -1,0 +1,1 @@
+"""Drafters that ship with the package, each beside its card."""

@@ -1,0 +1,1 @@
+"""How much of each draft is worth verifying: survival, costs, budget, allocation."""

@@ -1,0 +1,1 @@
+"""Toy targets and drafters for tests."""

@@ -1,0 +1,1 @@
+"""Verification of drafts: filtered target distributions and rejection sampling."""

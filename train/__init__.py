@@ -1,0 +1,1 @@
+"""Training jobs: data, features, losses, trainer and evaluation of DSpark drafters."""
