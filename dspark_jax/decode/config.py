@@ -1,0 +1,90 @@
+"""Everything about a decode step that is fixed at compile time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+Mode = Literal["off", "static", "compact", "cap-accept"]
+Policy = Literal["lagged", "causal", "fresh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """Static argument of ``decode_step``; hashable.
+
+    Attributes:
+        target: target config (``models.protocol.TargetFamily`` behind ``.family``).
+        drafter: drafter config, or None for a target alone (mode "off").
+        mode: what is verified and what is committed (docs/verification.md).
+        k: drafts walked and verified per block; None means the drafter's block size.
+        policy: which confidences decide the budget (docs/budget.md).
+        lag: age in steps of the confidences that policy "lagged" decides by; at least 1.
+        buckets: ascending token counts of the compact verify batch. The last one holds
+            every slot's full window. Empty means that one bucket.
+        walk_caps: ascending draft depths the sequential head may stop at; the last is the
+            full depth. Empty means that one. 0 is always possible (a step without drafts).
+        sampled: False promises that every request is greedy; no noise is then drawn.
+        filtered: False promises that no request uses top-k or top-p.
+        logprobs: None, or how many alternatives to report beside each token's logprob.
+    """
+
+    target: Any
+    drafter: Any | None
+    mode: Mode
+    k: int | None = None
+    policy: Policy = "lagged"
+    lag: int = 1
+    buckets: tuple[int, ...] = ()
+    walk_caps: tuple[int, ...] = ()
+    sampled: bool = True
+    filtered: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode is {self.mode!r}; wanted one of {', '.join(get_args(Mode))}")
+        if self.policy not in get_args(Policy):
+            raise ValueError(
+                f"policy is {self.policy!r}; wanted one of {', '.join(get_args(Policy))}"
+            )
+        if self.lag < 1:
+            raise ValueError(f"lag is {self.lag}; wanted at least 1 step")
+        if self.mode == "off":
+            return
+        if self.drafter is None:
+            raise ValueError(f'mode is {self.mode!r} without a drafter; wanted mode "off"')
+        if self.k is not None and not 1 <= self.k <= self.drafter.block_size:
+            raise ValueError(
+                f"k is {self.k}; wanted 1..{self.drafter.block_size}, the block size the drafter "
+                "was trained for"
+            )
+        if self.adaptive and not self.drafter.enable_confidence_head:
+            raise ValueError(
+                f"mode is {self.mode!r} and the drafter has no confidence head; wanted a drafter "
+                'with one, or mode "static"'
+            )
+        if self.walk_caps and self.walk_caps[-1] != self.depth:
+            raise ValueError(f"walk_caps end at {self.walk_caps[-1]}; wanted {self.depth}")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether windows are chosen from confidences and costs."""
+        return self.mode in ("compact", "cap-accept")
+
+    @property
+    def depth(self) -> int:
+        """Drafts per block, G in the shapes of this package (0 in mode "off")."""
+        if self.mode == "off":
+            return 0
+        return self.drafter.block_size if self.k is None else self.k
+
+    @property
+    def width(self) -> int:
+        """Rows of a full window, W = G + 1: the anchor and its drafts."""
+        return self.depth + 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter reads; none in mode "off"."""
+        return () if self.mode == "off" else self.drafter.target_layer_ids

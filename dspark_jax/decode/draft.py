@@ -1,0 +1,104 @@
+"""Draft one block: parallel backbone, then the sequential walk that draws token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.decode import noise
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.state import State
+
+
+@flax.struct.dataclass
+class Drafts:
+    """Drafts of one step; positions past the walk's cap hold zeros.
+
+    Attributes:
+        tokens: ``[S, G]`` target ids.
+        scores: ``[S, G, Vd]`` fp32 logits over temperature: the array the draws were made from,
+            None when every request is greedy.
+        logprob: ``[S, G]`` log q of the drawn token, from that same array; None likewise.
+        confidence: ``[S, G]`` uncalibrated confidence logits; None without a head.
+    """
+
+    tokens: Int[Array, "S G"]
+    scores: Float[Array, "S G Vd"] | None
+    logprob: Float[Array, "S G"] | None
+    confidence: Float[Array, "S G"] | None
+
+
+def no_drafts(config: StepConfig, slots: int) -> Drafts:
+    """The result of a step that does not draft."""
+    return _pad(config, slots, [], [], [], [])
+
+
+def draft(weights: Any, state: State, keys: Array, cap: int, *, config: StepConfig) -> Drafts:
+    """Draft ``cap`` tokens for every slot from its anchor.
+
+    The backbone block keeps its trained width whatever the cap; the LM head and the sequential
+    head run for ``cap`` positions. q_j = softmax((U_j + M_j) / T) in fp32, with no top-k or
+    top-p: some acceptance is given away where the target uses them, never exactness.
+    """
+    drafter, family = config.drafter, config.drafter.family
+    target = config.target.family
+    if cap == 0:
+        return no_drafts(config, state.slots)
+    hidden = family.block_hidden(
+        drafter,
+        weights.drafter,
+        target.input_embedding(weights.target),
+        state.context,
+        state.anchor,
+        state.cache.length,
+    )[:, :cap]
+    base = family.base_logits(
+        drafter, weights.drafter, target.output_embedding(weights.target), hidden
+    )
+    greedy = state.requests.temperature == 0
+    temperature = jnp.where(greedy, 1.0, state.requests.temperature)[:, None]
+    walk = family.start_walk(drafter, weights.drafter, state.slots)
+    previous = state.anchor
+    tokens, scores, logprobs, confidences = [], [], [], []
+    for j in range(cap):
+        bias, confidence, walk = family.walk(drafter, weights.drafter, walk, hidden[:, j], previous)
+        logits = base[:, j] if bias is None else base[:, j] + bias
+        if config.sampled:
+            score = logits / temperature
+            draw = noise.gumbel(keys, noise.DRAFT, j + 1, score.shape[-1])
+            column = jnp.argmax(jnp.where(greedy[:, None], score, score + draw), axis=-1)
+            chosen = jnp.take_along_axis(score, column[:, None], axis=-1)[:, 0]
+            logprobs.append(chosen - jax.nn.logsumexp(score, axis=-1))
+            scores.append(score)
+        else:
+            column = jnp.argmax(logits, axis=-1)
+        previous = family.to_target_ids(weights.drafter, column.astype(jnp.int32))
+        tokens.append(previous)
+        confidences.append(confidence)
+    return _pad(config, state.slots, tokens, scores, logprobs, confidences)
+
+
+def _pad(
+    config: StepConfig, slots: int, tokens: list, scores: list, logprobs: list, confidences: list
+) -> Drafts:
+    """Stack per-position results along axis 1 and fill the rest of the block with zeros."""
+
+    def block(columns: list, tail: tuple[int, ...], dtype: Any) -> Array:
+        missing = config.depth - len(columns)
+        padding = jnp.zeros((slots, missing, *tail), dtype)
+        return jnp.concatenate([jnp.stack(columns, axis=1), padding], 1) if columns else padding
+
+    return Drafts(
+        tokens=block(tokens, (), jnp.int32),
+        scores=block(scores, (config.drafter.draft_vocab_size,), jnp.float32)
+        if config.sampled
+        else None,
+        logprob=block(logprobs, (), jnp.float32) if config.sampled else None,
+        confidence=block(confidences, (), jnp.float32)
+        if config.drafter.enable_confidence_head
+        else None,
+    )

@@ -1,0 +1,76 @@
+"""What decoding asks of a drafter: a module of pure functions with these signatures.
+
+A drafter is a frozen config whose ``family`` attribute is such a module, with the fields
+``block_size``, ``vocab_size``, ``draft_vocab_size``, ``target_layer_ids`` and
+``enable_confidence_head``. ``dspark`` is one; ``testing`` holds an oracle and an adversary.
+``embed`` and ``head`` are the target's matrices, used when the drafter brings none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float, Int
+
+
+class DrafterFamily(Protocol):
+    """Functions of a drafter family. ``config`` is always the static first argument."""
+
+    def init_context(self, config: Any, slots: int, capacity: int, dtype: Any) -> Any:
+        """An empty context cache for ``slots`` requests of ``capacity`` rows."""
+        ...
+
+    def commit_context(
+        self,
+        config: Any,
+        weights: Any,
+        context: Any,
+        taps: Float[Array, "T nDt"],
+        slot: Int[Array, "T"],
+        position: Int[Array, "T"],
+    ) -> Any:
+        """Project taps and write one context row each; rows with an out-of-range slot write nothing."""
+        ...
+
+    def block_hidden(
+        self,
+        config: Any,
+        weights: Any,
+        embed: Array,
+        context: Any,
+        anchor: Int[Array, "S"],
+        start: Int[Array, "S"],
+    ) -> Float[Array, "S G D"]:
+        """Final-normed hidden states of the block [anchor, mask, ...] at positions start...
+
+        Context rows 0..start-1 of each slot are visible, and the whole block in both directions.
+        """
+        ...
+
+    def base_logits(
+        self, config: Any, weights: Any, head: Array, hidden: Float[Array, "S C D"]
+    ) -> Float[Array, "S C Vd"]:
+        """fp32 logits of the parallel backbone."""
+        ...
+
+    def start_walk(self, config: Any, weights: Any, slots: int) -> Any:
+        """State of the sequential head before the first position of a block."""
+        ...
+
+    def walk(
+        self,
+        config: Any,
+        weights: Any,
+        state: Any,
+        hidden: Float[Array, "S D"],
+        previous: Int[Array, "S"],
+    ) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S"] | None, Any]:
+        """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state.
+
+        The confidence sees the hidden state and the *previous* token, never the drafted one.
+        """
+        ...
+
+    def to_target_ids(self, weights: Any, draft_ids: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Draft-vocabulary columns to target token ids."""
+        ...

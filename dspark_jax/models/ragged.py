@@ -1,0 +1,115 @@
+"""The ragged batch of query rows that every target model forwards."""
+
+from __future__ import annotations
+
+import flax.struct
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+@flax.struct.dataclass
+class Packed:
+    """Query rows of several requests, packed one after another.
+
+    A request owns up to ``W`` rows at consecutive positions; each row attends to the
+    request's own committed rows and to its own earlier rows in this batch (causal).
+
+    Attributes:
+        tokens: ``[T]`` token ids, 0 in padding rows.
+        request: ``[T]`` index into the rows of ``row`` (0..A-1); ``A`` in padding rows.
+        position: ``[T]`` absolute position in the request's text; 0 in padding rows.
+        row: ``[A, W]`` packed row holding the w-th query of request a; ``T`` where absent.
+        slots: ``[A]`` cache slot of each request, or None when request a is slot a and A is
+            the number of slots. An out-of-range slot marks a padding request.
+        rectangular: True when row ``a*W + w`` is query w of request a, so that packing and
+            unpacking are reshapes. Some of the rows may still be padding.
+    """
+
+    tokens: Int[Array, "T"]
+    request: Int[Array, "T"]
+    position: Int[Array, "T"]
+    row: Int[Array, "A W"]
+    slots: Int[Array, "A"] | None = None
+    rectangular: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def unpack(self, values: Array, fill: float = 0.0) -> Array:
+        """``[T, ...]`` packed rows to ``[A, W, ...]``; absent rows hold ``fill``."""
+        if self.rectangular:
+            return values.reshape(self.row.shape + values.shape[1:])
+        return jnp.take(values, self.row, axis=0, mode="fill", fill_value=fill)
+
+    def pack(self, values: Array) -> Array:
+        """``[A, W, ...]`` to ``[T, ...]`` packed rows; padding rows hold 0."""
+        width = self.row.shape[1]
+        flat = values.reshape((-1,) + values.shape[2:])
+        if self.rectangular:
+            return flat
+        source = self.request * width + self.within()
+        return jnp.take(flat, source, axis=0, mode="fill", fill_value=0)
+
+    def within(self) -> Int[Array, "T"]:
+        """``[T]`` offset of each packed row inside its request's window (0 in padding)."""
+        first = jnp.take(self.row[:, 0], self.request, mode="fill", fill_value=0)
+        index = jnp.arange(self.tokens.shape[0], dtype=jnp.int32)
+        return jnp.where(self.request < self.row.shape[0], index - first, 0)
+
+    def slot_of_row(self, slot_count: int) -> Int[Array, "T"]:
+        """``[T]`` cache slot of each packed row; ``slot_count`` (dropped on write) in padding."""
+        if self.slots is None:
+            return jnp.where(self.request < self.row.shape[0], self.request, slot_count)
+        return jnp.take(self.slots, self.request, mode="fill", fill_value=slot_count)
+
+
+def rectangle(
+    tokens: Int[Array, "A W"],
+    start: Int[Array, "A"],
+    count: Int[Array, "A"],
+    slots: Int[Array, "A"] | None = None,
+) -> Packed:
+    """Every request gets ``W`` rows at ``start``; rows at or past ``count`` are padding."""
+    requests, width = tokens.shape
+    offset = jnp.arange(width, dtype=jnp.int32)[None]
+    valid = offset < count[:, None]
+    row = jnp.arange(requests * width, dtype=jnp.int32).reshape(requests, width)
+    request = jnp.broadcast_to(jnp.arange(requests, dtype=jnp.int32)[:, None], valid.shape)
+    return Packed(
+        tokens=jnp.where(valid, tokens, 0).reshape(-1),
+        request=jnp.where(valid, request, requests).reshape(-1),
+        position=jnp.where(valid, start[:, None] + offset, 0).reshape(-1),
+        row=row,
+        slots=slots,
+        rectangular=True,
+    )
+
+
+def compact(
+    tokens: Int[Array, "S W"],
+    start: Int[Array, "S"],
+    count: Int[Array, "S"],
+    size: int,
+) -> Packed:
+    """The first ``count`` rows of each request, one request after another, in ``size`` rows.
+
+    ``sum(count)`` must not exceed ``size``: the caller picks the bucket that holds it.
+    """
+    requests, width = tokens.shape
+    ends = jnp.cumsum(count)
+    starts = ends - count
+    index = jnp.arange(size, dtype=jnp.int32)
+    request = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    valid = request < requests
+    owner = jnp.where(valid, request, 0)
+    offset = index - starts[owner]
+    picked = tokens[owner, jnp.clip(offset, 0, width - 1)]
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    row = jnp.where(column < count[:, None], starts[:, None] + column, size)
+    return Packed(
+        tokens=jnp.where(valid, picked, 0),
+        request=jnp.where(valid, request, requests),
+        position=jnp.where(valid, start[owner] + offset, 0),
+        row=row.astype(jnp.int32),
+        rectangular=False,
+    )
+
+
