@@ -4,12 +4,24 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 purpose=$1
 
+home=${HOME:-/nonexistent}
+
+pyenv_roots() {
+  local folder
+  echo "${PYENV_ROOT:-$home/.pyenv}"
+  while IFS= read -r -d : folder; do
+    if [[ $folder == */shims ]]; then echo "${folder%/shims}"; fi
+  done <<<"$PATH:"
+}
+
 candidates() {
-  local name home=${HOME:-/nonexistent}
+  local name root
   for name in python3.12 python3.13 python3.14 python3 python; do
     command -v "$name" || true
   done
-  ls -1 "${PYENV_ROOT:-$home/.pyenv}"/versions/*/bin/python 2>/dev/null || true
+  while IFS= read -r root; do
+    ls -1 "$root"/versions/*/bin/python 2>/dev/null || true
+  done < <(pyenv_roots)
   for name in uv "$home/.local/bin/uv" "$home/.cargo/bin/uv"; do
     if command -v "$name" >/dev/null; then
       "$name" python find --no-project '>=3.12' 2>/dev/null || true
