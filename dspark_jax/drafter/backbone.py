@@ -1,0 +1,149 @@
+"""The parallel backbone of a drafter: context injection and bidirectional blocks.
+
+The same functions serve training, with A blocks per sequence, and decoding, with A = 1.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.weights import DrafterLayer, DrafterWeights
+from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate, swiglu
+
+ContextKV = tuple[tuple[Float[Array, "B N K E"], Float[Array, "B N K E"]], ...]
+
+
+def context_features(
+    config: DrafterConfig, weights: DrafterWeights, taps: Float[Array, "... nDt"]
+) -> Float[Array, "... D"]:
+    """Concatenated target layer outputs to the features that every draft layer reads."""
+    projected = linear(taps.astype(weights.fc.dtype), weights.fc)
+    return rms_norm(projected, weights.hidden_norm, config.rms_norm_eps)
+
+
+def context_rows(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    features: Float[Array, "... D"],
+    position: Int[Array, "..."],
+) -> tuple[tuple[Float[Array, "... N E"], Float[Array, "... N E"]], ...]:
+    """Keys (normed and rotated) and values of context rows, one pair a layer.
+
+    RoPE is computed for any position: ``max_position_embeddings`` is not a limit here.
+    """
+    phases = _phases(config, position)
+    return tuple(_keys_values(config, layer, features, phases) for layer in weights.layers)
+
+
+def context_kv(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    features: Float[Array, "B K D"],
+    position: Int[Array, "B K"],
+) -> ContextKV:
+    """Keys and values of whole sequences, in the layout blocks attend to."""
+    rows = context_rows(config, weights, features, position)
+    return tuple((jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)) for keys, values in rows)
+
+
+def block_hidden_from_context(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    block_embeddings: Float[Array, "B A G D"],
+    context: ContextKV,
+    start: Int[Array, "B A"],
+) -> Float[Array, "B A G D"]:
+    """Final-normed hidden states of A blocks per sequence.
+
+    Block a of sequence b sits at positions ``start[b, a] ..`` and sees the sequence's context
+    rows before ``start[b, a]`` and all of itself, in both directions; never another block.
+    A configured sliding window leaves only the last ``sliding_window`` of those context rows.
+    """
+    x = block_embeddings.astype(weights.fc.dtype)
+    position = start[..., None] + jnp.arange(x.shape[2], dtype=start.dtype)
+    phases = _phases(config, position)
+    rows = context[0][0].shape[2]
+    visible = _visible(config, start, rows)
+    for layer, (keys, values) in zip(weights.layers, context, strict=True):
+        normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+        query = linear(normed, layer.q).reshape(*x.shape[:3], -1, config.head_dim)
+        query = rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), *phases)
+        own = _keys_values(config, layer, normed, phases)
+        mixed = _attend(query, keys, values, *own, visible)
+        x = x + linear(mixed, layer.out)
+        normed = rms_norm(x, layer.post_norm, config.rms_norm_eps)
+        x = x + swiglu(normed, layer.gate_up, layer.down)
+    return rms_norm(x, weights.norm, config.rms_norm_eps)
+
+
+def _phases(config: DrafterConfig, position: Int[Array, "..."]) -> tuple[Array, Array]:
+    return rope_phases(position, config.head_dim, config.rope_theta, config.rope_scaling)
+
+
+def _keys_values(
+    config: DrafterConfig,
+    layer: DrafterLayer,
+    features: Float[Array, "... D"],
+    phases: tuple[Array, Array],
+) -> tuple[Float[Array, "... N E"], Float[Array, "... N E"]]:
+    both = linear(features, layer.kv)
+    both = both.reshape(*both.shape[:-1], 2 * config.num_key_value_heads, config.head_dim)
+    keys, values = jnp.split(both, 2, axis=-2)
+    return rotate(rms_norm(keys, layer.k_norm, config.rms_norm_eps), *phases), values
+
+
+def _visible(
+    config: DrafterConfig, start: Int[Array, "B A"], rows: int
+) -> Bool[Array, "B A K"]:
+    """Which context rows a block sees; the window counts from the block's anchor."""
+    row = jnp.arange(rows, dtype=start.dtype)
+    visible = row < start[..., None]
+    if config.sliding_window is not None:
+        visible &= row >= start[..., None] - config.sliding_window
+    return visible
+
+
+def _attend(
+    query: Float[Array, "B A G H E"],
+    context_keys: Float[Array, "B N K E"],
+    context_values: Float[Array, "B N K E"],
+    block_keys: Float[Array, "B A G N E"],
+    block_values: Float[Array, "B A G N E"],
+    visible: Bool[Array, "B A K"],
+) -> Float[Array, "B A G H*E"]:
+    """One fp32 softmax over the scores of two key sets that are never concatenated.
+
+    Query heads fold into the rows of their key head, so that keys and values are not repeated.
+    """
+    batch, blocks, width, heads, head_dim = query.shape
+    kv_heads = context_keys.shape[1]
+    grouped = query.reshape(batch, blocks, width, kv_heads, heads // kv_heads, head_dim)
+    context_scores = _scores("bagnre,bnke->bnagrk", grouped, context_keys)
+    block_scores = _scores("bagnre,bacne->bnagrc", grouped, block_keys)
+    context_scores = jnp.where(visible[:, None, :, None, None], context_scores, -jnp.inf)
+    # Every row sees its own block, so the maximum is finite even without context.
+    highest = jnp.maximum(
+        jnp.max(context_scores, axis=-1, keepdims=True, initial=-jnp.inf),
+        jnp.max(block_scores, axis=-1, keepdims=True),
+    )
+    highest = jax.lax.stop_gradient(highest)
+    context_weight = jnp.exp(context_scores - highest)
+    block_weight = jnp.exp(block_scores - highest)
+    total = context_weight.sum(-1, keepdims=True) + block_weight.sum(-1, keepdims=True)
+    mixed = _mix("bnagrk,bnke->bagnre", context_weight / total, context_values)
+    mixed = mixed + _mix("bnagrc,bacne->bagnre", block_weight / total, block_values)
+    return mixed.astype(query.dtype).reshape(batch, blocks, width, heads * head_dim)
+
+
+def _scores(pattern: str, query: Array, keys: Array) -> Array:
+    scores = jnp.einsum(pattern, query, keys, preferred_element_type=jnp.float32)
+    return scores * (query.shape[-1] ** -0.5)
+
+
+def _mix(pattern: str, weight: Array, values: Array) -> Array:
+    return jnp.einsum(
+        pattern, weight.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )

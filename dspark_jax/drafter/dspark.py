@@ -1,0 +1,130 @@
+"""The DSpark drafter behind the drafter protocol (DFlash is the same with rank 0)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.drafter.backbone import (
+    block_hidden_from_context,
+    context_features,
+    context_rows,
+)
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.heads import start_state, vocabulary_logits, walk_position
+from dspark_jax.drafter.weights import ContextCache, DrafterWeights
+
+
+def init_context(config: DrafterConfig, slots: int, capacity: int, dtype: Any) -> ContextCache:
+    """An empty context cache for ``slots`` requests of ``capacity`` rows."""
+    shape = (slots, config.num_key_value_heads, capacity, config.head_dim)
+    layers = range(config.num_hidden_layers)
+    return ContextCache(
+        keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+    )
+
+
+def commit_context(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    context: ContextCache,
+    taps: Float[Array, "T nDt"],
+    slot: Int[Array, "T"],
+    position: Int[Array, "T"],
+) -> ContextCache:
+    """Project taps and write one context row each at (slot, position).
+
+    Rows whose slot or position lies outside the cache, on either side, write nothing.
+    """
+    features = context_features(config, weights, taps)
+    rows = context_rows(config, weights, features, position)
+    return ContextCache(
+        keys=tuple(
+            _write(cache, keys, slot, position)
+            for cache, (keys, _) in zip(context.keys, rows, strict=True)
+        ),
+        values=tuple(
+            _write(cache, values, slot, position)
+            for cache, (_, values) in zip(context.values, rows, strict=True)
+        ),
+    )
+
+
+def block_hidden(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    embed: Float[Array, "V D"],
+    context: ContextCache,
+    anchor: Int[Array, "S"],
+    start: Int[Array, "S"],
+) -> Float[Array, "S G D"]:
+    """Final-normed hidden states of the block [anchor, mask, ...] at positions ``start ..``.
+
+    Context rows 0..start-1 of each slot are visible, and the whole block in both directions.
+    """
+    masks = jnp.full((anchor.shape[0], config.block_size - 1), config.mask_token_id, anchor.dtype)
+    tokens = jnp.concatenate([anchor[:, None], masks], axis=1)
+    embeddings = embed_tokens(weights, embed, tokens)
+    kv = tuple(zip(context.keys, context.values, strict=True))
+    hidden = block_hidden_from_context(config, weights, embeddings[:, None], kv, start[:, None])
+    return hidden[:, 0]
+
+
+def embed_tokens(
+    weights: DrafterWeights, embed: Float[Array, "V D"], tokens: Int[Array, "..."]
+) -> Float[Array, "... D"]:
+    """Input embeddings from the drafter's own table, or from the target's ``embed``."""
+    table = embed if weights.embed is None else weights.embed
+    return jnp.take(table, tokens, axis=0).astype(weights.fc.dtype)
+
+
+def base_logits(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    head: Float[Array, "Vd D"],
+    hidden: Float[Array, "... D"],
+) -> Float[Array, "... Vd"]:
+    """fp32 logits of the parallel backbone, from the drafter's own head or the target's."""
+    matrix = head if weights.lm_head is None else weights.lm_head
+    return vocabulary_logits(hidden.astype(matrix.dtype), matrix)
+
+
+def start_walk(
+    config: DrafterConfig, weights: DrafterWeights, slots: int
+) -> Float[Array, "S R"] | None:
+    """State of the sequential head before the first position of a block."""
+    return start_state(config, weights, (slots,))
+
+
+def walk(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    state: Float[Array, "S R"] | None,
+    hidden: Float[Array, "S D"],
+    previous: Int[Array, "S"],
+) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S"] | None, Float[Array, "S R"] | None]:
+    """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state."""
+    return walk_position(config, weights, state, hidden, previous)
+
+
+def to_target_ids(weights: DrafterWeights, draft_ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Draft-vocabulary columns to target token ids."""
+    if weights.draft_to_target is None:
+        return draft_ids
+    return jnp.take(weights.draft_to_target, draft_ids, axis=0)
+
+
+def _write(
+    cache: Float[Array, "S N K E"],
+    rows: Float[Array, "T N E"],
+    slot: Int[Array, "T"],
+    position: Int[Array, "T"],
+) -> Float[Array, "S N K E"]:
+    # Indexing the heads too keeps the written window the last axis alone: XLA would otherwise
+    # transpose, and so copy, the whole cache.
+    heads = jnp.arange(cache.shape[1], dtype=slot.dtype)
+    place = cache.at[slot[:, None], heads[None], position[:, None]]
+    return place.set(rows.astype(cache.dtype), mode="drop", wrap_negative_indices=False)

@@ -1,0 +1,127 @@
+"""Sequential heads: the prefix-dependent logit bias of vanilla, gated and RNN Markov heads.
+
+A head works in rank space (``[..., R]``); ``w2`` turns the result into a vocabulary bias.
+With ``markov_rank`` 0 there is no head, no bias and no embedding.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.drafter.confidence import confidence_logit
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.weights import DrafterWeights, MarkovHead
+from dspark_jax.models.layers import linear
+
+
+def vocabulary_logits(
+    x: Float[Array, "... I"], weight: Float[Array, "V I"]
+) -> Float[Array, "... V"]:
+    """``x @ weight.T`` accumulated and returned in fp32."""
+    return jnp.einsum("...i,vi->...v", x, weight, preferred_element_type=jnp.float32)
+
+
+def markov_embedding(head: MarkovHead, previous: Int[Array, "..."]) -> Float[Array, "... R"]:
+    """Rank-space embedding of the previous target token (the anchor at position 0)."""
+    return jnp.take(head.w1, previous, axis=0)
+
+
+def rank_step(
+    config: DrafterConfig,
+    head: MarkovHead,
+    state: Float[Array, "... R"] | None,
+    hidden: Float[Array, "... D"],
+    embedding: Float[Array, "... R"],
+) -> tuple[Float[Array, "... R"], Float[Array, "... R"] | None]:
+    """One position: the vector ``w2`` is applied to, and the next state (RNN only).
+
+    vanilla: e. gated: sigmoid(gate [h; e]) * e. rnn: (g, c, o) = split(joint [s; e; h]),
+    output tanh(o), next state sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c).
+    """
+    hidden = hidden.astype(embedding.dtype)
+    if config.markov_head_type == "vanilla":
+        return embedding, state
+    if config.markov_head_type == "gated":
+        mixed = jnp.concatenate([hidden, embedding], axis=-1)
+        return jax.nn.sigmoid(linear(mixed, head.gate) + head.gate_bias) * embedding, state
+    mixed = jnp.concatenate([state, embedding, hidden], axis=-1)
+    gate, candidate, out = jnp.split(linear(mixed, head.joint) + head.joint_bias, 3, axis=-1)
+    keep = jax.nn.sigmoid(gate)
+    return jnp.tanh(out), keep * state + (1 - keep) * jnp.tanh(candidate)
+
+
+def start_state(
+    config: DrafterConfig, weights: DrafterWeights, lead: tuple[int, ...]
+) -> Float[Array, "... R"] | None:
+    """State before the first position of a block: zeros for the RNN head, None elsewhere."""
+    if weights.markov is None or config.markov_head_type != "rnn":
+        return None
+    return jnp.zeros((*lead, config.markov_rank), weights.markov.w1.dtype)
+
+
+def walk_position(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    state: Float[Array, "... R"] | None,
+    hidden: Float[Array, "... D"],
+    previous: Int[Array, "..."],
+) -> tuple[Float[Array, "... Vd"] | None, Float[Array, "..."] | None, Array | None]:
+    """One position of the walk: fp32 logit bias, fp32 confidence logit, next state.
+
+    The bias is None without a sequential head, the confidence None without a confidence head.
+    """
+    bias, embedding = None, None
+    if weights.markov is not None:
+        embedding = markov_embedding(weights.markov, previous)
+        ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
+        bias = vocabulary_logits(ranked, weights.markov.w2)
+    return bias, _confidence(config, weights, hidden, embedding), state
+
+
+def rank_block(
+    config: DrafterConfig,
+    head: MarkovHead,
+    hidden: Float[Array, "... G D"],
+    embedding: Float[Array, "... G R"],
+) -> Float[Array, "... G R"]:
+    """``rank_step`` along a whole teacher-forced block, from a zero state."""
+    if config.markov_head_type != "rnn":
+        return rank_step(config, head, None, hidden, embedding)[0]
+    state = jnp.zeros_like(embedding[..., 0, :])
+    ranked = []
+    for j in range(hidden.shape[-2]):
+        out, state = rank_step(config, head, state, hidden[..., j, :], embedding[..., j, :])
+        ranked.append(out)
+    return jnp.stack(ranked, axis=-2)
+
+
+def walk_block(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    hidden: Float[Array, "... G D"],
+    previous: Int[Array, "... G"],
+) -> tuple[Float[Array, "... G Vd"] | None, Float[Array, "... G"] | None]:
+    """Teacher-forced walk: fp32 logit biases and confidence logits of all positions.
+
+    ``previous[..., j]`` is the true token before position j: the anchor, then its successors.
+    """
+    bias, embedding = None, None
+    if weights.markov is not None:
+        embedding = markov_embedding(weights.markov, previous)
+        ranked = rank_block(config, weights.markov, hidden, embedding)
+        bias = vocabulary_logits(ranked, weights.markov.w2)
+    return bias, _confidence(config, weights, hidden, embedding)
+
+
+def _confidence(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    hidden: Float[Array, "... D"],
+    embedding: Float[Array, "... R"] | None,
+) -> Float[Array, "..."] | None:
+    if weights.confidence is None:
+        return None
+    seen = embedding if config.confidence_head_with_markov else None
+    return confidence_logit(weights.confidence, hidden, seen)
