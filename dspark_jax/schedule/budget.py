@@ -1,0 +1,142 @@
+"""How many drafted tokens a step verifies, and for which requests."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.schedule.cost import CostTables
+
+
+@flax.struct.dataclass
+class Load:
+    """What a step carries besides drafts; scalars.
+
+    Attributes:
+        sampling: requests that really sample in this step (one still prefilling does not).
+        base_tokens: tokens verified with no draft at all (one anchor a sampling request).
+        draft_requests: requests the drafter runs for, padding included when it is run.
+        cache_rows: live cache rows attended in this step, summed over requests.
+    """
+
+    sampling: Int[Array, ""]
+    base_tokens: Int[Array, ""]
+    draft_requests: Int[Array, ""]
+    cache_rows: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class Budget:
+    """Outcome of a policy.
+
+    Attributes:
+        budget: drafted tokens to verify over the whole batch.
+        throughput: expected tokens per second at that budget (the scale is 1 without a table).
+        worthwhile: drafting beats a step without drafts.
+    """
+
+    budget: Int[Array, ""]
+    throughput: Float[Array, ""]
+    worthwhile: Bool[Array, ""]
+
+
+def at_context(table: Float[Array, "C X"], tables: CostTables, rows: Array) -> Float[Array, "X"]:
+    """The row of a cost table at ``rows`` live cache rows: linear in between, clamped outside."""
+    count = tables.contexts.shape[0]
+    if count == 1:
+        return table[0]
+    rows = jnp.asarray(rows, jnp.float32)
+    lower = jnp.searchsorted(tables.contexts, rows, side="right") - 1
+    lower = jnp.clip(lower, 0, count - 2)
+    start, end = tables.contexts[lower], tables.contexts[lower + 1]
+    share = jnp.clip((rows - start) / (end - start), 0.0, 1.0)
+    return table[lower] * (1.0 - share) + table[lower + 1] * share
+
+
+def expected_throughput(
+    survival: Float[Array, "S G"],
+    valid: Bool[Array, "S G"],
+    load: Load,
+    tables: CostTables,
+) -> Float[Array, "SG+1"]:
+    """θ(B) in tokens per second for every budget 0..S·G; -inf above the number of valid slots.
+
+    θ(B) = (N + Σ_{i≤B} a_(i)) / (draft_cost(requests, rows) + verify_cost(N₀ + B, rows)).
+    """
+    key = jnp.where(valid, survival, -1.0).reshape(-1)
+    ordered = jnp.maximum(jnp.sort(key, descending=True), 0.0)
+    gained = jnp.concatenate([jnp.zeros(1, jnp.float32), jnp.cumsum(ordered)])
+    budgets = jnp.arange(gained.shape[0], dtype=jnp.int32)
+    verify = at_context(tables.verify, tables, load.cache_rows)
+    draft = at_context(tables.draft, tables, load.cache_rows)
+    seconds = draft[load.draft_requests] + jnp.take(verify, load.base_tokens + budgets, mode="clip")
+    return jnp.where(budgets <= valid.sum(), (load.sampling + gained) / seconds, -jnp.inf)
+
+
+def undrafted_throughput(load: Load, tables: CostTables) -> Float[Array, ""]:
+    """θ_off = N / verify_cost(N₀, rows): tokens per second of a step without drafts."""
+    verify = at_context(tables.verify, tables, load.cache_rows)
+    return load.sampling / verify[load.base_tokens]
+
+
+def best_budget(
+    survival: Float[Array, "S G"],
+    valid: Bool[Array, "S G"],
+    load: Load,
+    tables: CostTables,
+) -> Budget:
+    """The budget of highest expected throughput, the smallest among equals.
+
+    The policy is in the survivals. ``lagged`` passes those of a step at least one older: exact.
+    ``fresh`` passes this step's: biased, because the budget then depends on the very tokens it
+    decides about (DSpark paper, appendix A). Without a cost table every valid slot is verified.
+    """
+    theta = expected_throughput(survival, valid, load, tables)
+    return _outcome(jnp.argmax(theta), theta, valid, load, tables)
+
+
+def causal_budget(
+    survival: Float[Array, "S G"],
+    valid: Bool[Array, "S G"],
+    load: Load,
+    tables: CostTables,
+) -> Budget:
+    """Early stop on this step's survivals (DSpark paper, Algorithm 1): exact.
+
+    Candidates are admitted in descending survival until one fails to raise the throughput, so
+    admitting a slot never depends on a later one. On a staircase of costs this may stop at a
+    local optimum. Without a cost table every valid slot is verified.
+    """
+    theta = expected_throughput(survival, valid, load, tables)
+    raises = (theta[1:] > theta[:-1]).astype(jnp.int32)
+    return _outcome(jnp.cumprod(raises).sum(), theta, valid, load, tables)
+
+
+def _outcome(
+    chosen: Array, theta: Array, valid: Bool[Array, "S G"], load: Load, tables: CostTables
+) -> Budget:
+    budget = jnp.where(tables.known, chosen, valid.sum()).astype(jnp.int32)
+    worthwhile = theta[budget] > undrafted_throughput(load, tables)
+    return Budget(
+        budget=budget,
+        throughput=theta[budget],
+        worthwhile=(worthwhile | ~tables.known) & valid.any(),
+    )
+
+
+def allocate(
+    survival: Float[Array, "S G"], valid: Bool[Array, "S G"], budget: Int[Array, ""]
+) -> Int[Array, "S"]:
+    """Drafts to verify of each request: the ``budget`` slots of highest survival.
+
+    Ties go to the earlier position, then the lower request, never to a token. ``valid`` must be
+    a prefix of each row and ``survival`` non-increasing along it, so the chosen slots of a
+    request are a prefix as well.
+    """
+    requests = survival.shape[0]
+    # Flattened by position first, a stable sort settles ties as wanted.
+    key = jnp.where(valid, survival, -1.0).T.reshape(-1)
+    order = jnp.argsort(key, stable=True, descending=True)
+    taken = jnp.arange(order.shape[0]) < jnp.minimum(budget, valid.sum())
+    return jnp.zeros(requests, jnp.int32).at[order % requests].add(taken.astype(jnp.int32))
