@@ -123,8 +123,11 @@ def _write(
     slot: Int[Array, "T"],
     position: Int[Array, "T"],
 ) -> Float[Array, "S N K E"]:
+    # A row that is masked out still meets a zero weight in attention, which does not hide a NaN:
+    # a broken request must not reach the next owner of its slot.
+    rows = jnp.nan_to_num(rows.astype(cache.dtype))
     # Indexing the heads too keeps the written window the last axis alone: XLA would otherwise
-    # transpose, and so copy, the whole cache.
+    # transpose, and so copy, the whole cache on some backends.
     heads = jnp.arange(cache.shape[1], dtype=slot.dtype)
     place = cache.at[slot[:, None], heads[None], position[:, None]]
-    return place.set(rows.astype(cache.dtype), mode="drop", wrap_negative_indices=False)
+    return place.set(rows, mode="drop", wrap_negative_indices=False)

@@ -20,7 +20,7 @@ def vocabulary_logits(
     x: Float[Array, "... I"], weight: Float[Array, "V I"]
 ) -> Float[Array, "... V"]:
     """``x @ weight.T`` accumulated and returned in fp32."""
-    return jnp.einsum("...i,vi->...v", x, weight, preferred_element_type=jnp.float32)
+    return linear(x, weight, jnp.float32)
 
 
 def markov_embedding(head: MarkovHead, previous: Int[Array, "..."]) -> Float[Array, "... R"]:

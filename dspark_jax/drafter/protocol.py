@@ -2,7 +2,9 @@
 
 A drafter is a frozen config whose ``family`` attribute is such a module, with the fields
 ``block_size``, ``vocab_size``, ``draft_vocab_size``, ``target_layer_ids`` and
-``enable_confidence_head``. ``dspark`` is one; ``testing`` holds an oracle and an adversary.
+``enable_confidence_head``. Its weights have the attribute ``draft_to_target``: the target id of
+every draft-vocabulary column, or None when the vocabularies are the same. ``dspark`` is one;
+``testing`` holds an oracle and an adversary.
 ``embed`` and ``head`` are the target's matrices, used when the drafter brings none.
 """
 

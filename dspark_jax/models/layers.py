@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.config import RopeScaling
 
 
-def linear(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
-    """``x @ weight.T`` in the dtype of ``x``.
+def linear(
+    x: Float[Array, "... I"], weight: Float[Array, "O I"], out_dtype: DTypeLike | None = None
+) -> Float[Array, "... O"]:
+    """``x @ weight.T``, accumulated and returned in ``out_dtype`` (None: the dtype of ``x``).
 
     A one-row bf16 product falls off XLA's fast path on CPUs (180 ms against 24 ms for a 135M
     model), so there a single row is computed as two.
@@ -20,7 +23,12 @@ def linear(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array
     single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
     if single:
         rows = jnp.concatenate([rows, rows])
-    out = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+    out = jax.lax.dot_general(
+        rows,
+        weight,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=x.dtype if out_dtype is None else out_dtype,
+    )
     if single:
         out = out[:1]
     return out.reshape(*lead, weight.shape[0])
