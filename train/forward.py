@@ -1,0 +1,195 @@
+"""The drafter's training forward: blocks at anchors, their labels, and chunked losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.drafter.backbone import (
+    block_hidden_from_context,
+    context_features,
+    context_kv,
+)
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.dspark import embed_tokens
+from dspark_jax.drafter.heads import walk_block
+from dspark_jax.drafter.weights import DrafterWeights
+from train.losses import LossConfig, Rows, Terms, combine, cross_entropy_and_l1
+
+
+@flax.struct.dataclass
+class Sequences:
+    """A batch of documents with what the target said about them.
+
+    ``taps`` are the concatenated layer outputs, ``last_hidden`` the states after the final norm.
+    """
+
+    tokens: Int[Array, "B K"]
+    loss_mask: Bool[Array, "B K"]
+    taps: Float[Array, "B K nDt"]
+    last_hidden: Float[Array, "B K D"]
+
+
+@flax.struct.dataclass
+class Blocks:
+    """Draft blocks of a batch: slot j of block a predicts token ``anchors[a] + j + 1``.
+
+    ``previous`` is the true token before each slot, ``target_hidden`` the target's final hidden
+    state at position ``anchors + j``; ``mask`` marks the supervised slots, a prefix of a block.
+    """
+
+    hidden: Float[Array, "B A G D"]
+    previous: Int[Array, "B A G"]
+    target_ids: Int[Array, "B A G"]
+    target_hidden: Float[Array, "B A G D"]
+    mask: Bool[Array, "B A G"]
+
+
+def cast_backbone(weights: DrafterWeights, dtype: Any) -> DrafterWeights:
+    """Backbone in ``dtype``; the small heads stay fp32, so that their gradients add in fp32."""
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+    return cast.replace(markov=weights.markov, confidence=weights.confidence)
+
+
+def draft_blocks(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    embed: Float[Array, "V D"],
+    batch: Sequences,
+    anchors: Int[Array, "B A"],
+    keep: Bool[Array, "B A"],
+) -> Blocks:
+    """Hidden states and labels of the blocks at ``anchors``; dummies (``keep`` False) are masked.
+
+    Context visible to a block: positions before its anchor. Masked labels are the last token
+    of the sequence (past the end) or the first (dummies), as in DeepSpec.
+    """
+    sequences, length = batch.tokens.shape
+    row = jnp.arange(sequences)[:, None, None]
+    label = anchors[..., None] + 1 + jnp.arange(config.block_size)
+    inside = label < length
+    label = jnp.where(keep[..., None], jnp.minimum(label, length - 1), 0)
+    supervised = inside & batch.loss_mask[row, label] & keep[..., None]
+    mask = jnp.cumprod(supervised, axis=-1).astype(bool)
+
+    target_ids = batch.tokens[row, label]
+    anchor_token = batch.tokens[row[..., 0], anchors]
+    previous = jnp.concatenate([anchor_token[..., None], target_ids[..., :-1]], axis=-1)
+    block_tokens = jnp.full_like(previous, config.mask_token_id).at[..., 0].set(anchor_token)
+    features = context_features(config, weights, batch.taps)
+    context = context_kv(
+        config,
+        weights,
+        features,
+        jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, length)),
+    )
+    hidden = block_hidden_from_context(
+        config, weights, embed_tokens(weights, embed, block_tokens), context, anchors
+    )
+    return Blocks(
+        hidden=hidden,
+        previous=previous,
+        target_ids=target_ids,
+        target_hidden=batch.last_hidden[row, jnp.maximum(label - 1, 0)],
+        mask=mask,
+    )
+
+
+@jax.custom_vjp
+def frozen_logits(hidden: Float[Array, "... D"], head: Float[Array, "V D"]) -> Array:
+    """fp32 logits of a head that takes no gradient.
+
+    The cotangent is rounded to the dtype of ``hidden`` before its product, as a 16-bit model
+    would: an fp32 product over the vocabulary costs several times more.
+    """
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _frozen_logits_forward(hidden: Array, head: Array) -> tuple[Array, Array]:
+    return frozen_logits(hidden, head), head
+
+
+def _frozen_logits_backward(head: Array, cotangent: Array) -> tuple[Array, None]:
+    rounded = cotangent.astype(head.dtype)
+    return jnp.einsum("...v,vd->...d", rounded, head, preferred_element_type=head.dtype), None
+
+
+frozen_logits.defvjp(_frozen_logits_forward, _frozen_logits_backward)
+
+
+def block_logits(
+    config: DrafterConfig, weights: DrafterWeights, head: Float[Array, "Vd D"], blocks: Blocks
+) -> tuple[Float[Array, "B A G Vd"], Float[Array, "B A G"] | None]:
+    """fp32 draft logits (sequential bias added, teacher forced) and confidence logits.
+
+    Raises:
+        ValueError: a pruned draft vocabulary, whose columns the target's logits do not share.
+    """
+    if config.draft_vocab_size != config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size {config.draft_vocab_size} differs from vocab_size "
+            f"{config.vocab_size}: training needs the full vocabulary"
+        )
+    matrix = head if weights.lm_head is None else weights.lm_head
+    logits = frozen_logits(blocks.hidden.astype(matrix.dtype), matrix)
+    bias, confidence = walk_block(config, weights, blocks.hidden, blocks.previous)
+    return (logits if bias is None else logits + bias), confidence
+
+
+def block_rows(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    head: Float[Array, "Vd D"],
+    blocks: Blocks,
+    chunk: int,
+) -> Rows:
+    """Loss figures of every slot, ``chunk`` anchors at a time.
+
+    Logits of one chunk exist at once, forward and backward (they are computed again there), so
+    memory is ``B * chunk * G * V`` fp32 values a few times over.
+
+    Raises:
+        ValueError: ``chunk`` does not divide the number of anchors.
+    """
+    count = blocks.mask.shape[1]
+    if count % chunk:
+        raise ValueError(f"anchor_chunk {chunk} does not divide the {count} anchors")
+
+    @jax.checkpoint
+    def figures(part: Blocks) -> Rows:
+        logits, confidence = block_logits(config, weights, head, part)
+        target = frozen_logits(part.target_hidden.astype(head.dtype), head)
+        ce, l1 = cross_entropy_and_l1(logits, target, part.target_ids)
+        return Rows(ce=ce, l1=l1, confidence_logits=confidence)
+
+    if chunk == count:
+        return figures(blocks)
+
+    def split(leaf: Array) -> Array:
+        parts = leaf.reshape(leaf.shape[0], count // chunk, chunk, *leaf.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    rows = jax.lax.map(figures, jax.tree.map(split, blocks))
+    return jax.tree.map(
+        lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], count, *leaf.shape[3:]), rows
+    )
+
+
+def drafter_terms(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    embed: Float[Array, "V D"],
+    head: Float[Array, "Vd D"],
+    batch: Sequences,
+    anchors: Int[Array, "B A"],
+    keep: Bool[Array, "B A"],
+    loss: LossConfig,
+    chunk: int,
+) -> Terms:
+    """The objective and metrics of one batch; ``embed`` and ``head`` are the target's."""
+    blocks = draft_blocks(config, weights, embed, batch, anchors, keep)
+    return combine(block_rows(config, weights, head, blocks, chunk), blocks.mask, loss)
