@@ -9,7 +9,7 @@ test: .venv/test.stamp
 lint: .venv/test.stamp
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/pyright
+	@.venv/bin/pyright --pythonpath .venv/bin/python
 
 format: .venv/test.stamp
 	@.venv/bin/ruff check --fix .
