@@ -124,7 +124,7 @@ def load_costs(
         verify, draft = _floor_probe(data, path, slots, block_size)
         contexts = np.zeros(1)
     else:
-        wanted = dict(device=device, model=model, dtype=dtype, block_size=block_size)
+        wanted = {"device": device, "model": model, "dtype": dtype, "block_size": block_size}
         for name, value in wanted.items():
             found = _field(data, name, path)
             if found != value:
@@ -227,7 +227,7 @@ def _additive(
 def _floor_probe(
     data: dict[str, Any], path: str | Path, slots: int, block_size: int
 ) -> tuple[MeasuredCosts, MeasuredCosts]:
-    """SGLang's steps per second of a whole step: each size runs at the rate of the probe below it."""
+    """SGLang's steps per second of whole steps: a size runs at the rate of the probe below it."""
     sizes = _increasing(_field(data, "sample_batch_tokens", path), "sample_batch_tokens", path)
     rates = np.asarray(_field(data, "sample_steps_per_sec", path), np.float64)
     if rates.shape != sizes.shape or not (rates > 0).all():

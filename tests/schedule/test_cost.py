@@ -1,0 +1,161 @@
+"""Cost tables: reading, refusing, and pricing every token count of an engine."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark_jax.calibration.file import Calibration, CalibrationEntry
+from dspark_jax.schedule.cost import MeasuredCosts, load_costs, no_costs, with_calibration
+
+SESSION = {"device": "cpu", "model": "toy", "dtype": "float32", "block_size": 3}
+TABLE = {
+    **SESSION,
+    "contexts": [0, 100],
+    "verify": {"tokens": [1, 4, 8], "seconds": [[1.0, 2.0], [1.5, 2.5], [3.0, 4.0]]},
+    "draft": {"requests": [1, 2], "seconds": [[0.5, 0.6], [0.7, 0.8]]},
+    "largest_bucket": 8,
+}
+
+
+def write(path, table):
+    file = path / "costs.json"
+    file.write_text(json.dumps(table))
+    return file
+
+
+def load(path, table, **changes):
+    session = {"slots": 2, "buckets": None, **SESSION, **changes}
+    return load_costs(write(path, table), **session)
+
+
+def measured(points, largest):
+    sizes, seconds = zip(*points, strict=True)
+    return MeasuredCosts(np.array(sizes), np.array(seconds, float)[:, None], largest)
+
+
+def test_noise_is_levelled_and_padding_is_paid_for_inside_buckets():
+    cost = measured([(8, 10), (16, 9), (32, 14)], largest=32)
+    assert cost.at(np.array([16, 9, 17, 1, 32])).tolist() == [[10, 10, 14, 10, 14]]
+
+
+def test_beyond_the_largest_bucket_costs_are_linear_among_the_points_beyond_it():
+    cost = measured([(8, 10), (16, 12), (24, 20), (40, 28)], largest=16)
+    # 17 to 24: no line from (16, 12), a bucket's cost, into the unpadded points.
+    assert cost.at(np.array([16, 17, 24, 32, 40])).tolist() == [[12, 20, 20, 24, 28]]
+
+
+def test_past_the_last_point_costs_follow_the_last_slope():
+    beyond = measured([(8, 10), (24, 20), (40, 28)], largest=8)
+    assert beyond.at(np.array([48, 56])).tolist() == [[32, 36]]
+    only_buckets = measured([(8, 10), (16, 14)], largest=16)
+    assert only_buckets.at(np.array([16, 24])).tolist() == [[14, 18]]
+    one_point = measured([(8, 10)], largest=8)
+    assert one_point.at(np.array([4, 8, 16])).tolist() == [[10, 10, 20]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 10)), min_size=1, max_size=8),
+    st.integers(1, 64),
+)
+def test_costs_never_fall_as_tokens_are_added(points, largest):
+    points = sorted(dict(points).items())
+    found = measured(points, largest).at(np.arange(100))
+    assert (np.diff(found) >= -1e-12).all()
+    assert (found > 0).all()
+
+
+def test_a_table_is_laid_out_for_every_count_the_engine_can_run(tmp_path):
+    found = load(tmp_path, TABLE)
+    assert bool(found.known)
+    np.testing.assert_allclose(found.contexts, [0, 100])
+    np.testing.assert_allclose(found.verify[0], [1, 1, 1.5, 1.5, 1.5, 3, 3, 3, 3])
+    np.testing.assert_allclose(found.verify[1], [2, 2, 2.5, 2.5, 2.5, 4, 4, 4, 4])
+    np.testing.assert_allclose(found.draft, [[0.5, 0.5, 0.7], [0.6, 0.6, 0.8]])
+    np.testing.assert_array_equal(found.temperatures, np.ones((1, 3)))
+
+
+def test_the_engines_own_buckets_decide_what_a_count_costs(tmp_path):
+    found = load(tmp_path, TABLE, buckets=(2, 8))
+    np.testing.assert_allclose(found.verify[0], [1.5, 1.5, 1.5, 3, 3, 3, 3, 3, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("device", "NVIDIA H200"), ("model", "other"), ("dtype", "bfloat16"), ("block_size", 7)],
+)
+def test_a_table_measured_for_something_else_is_refused_naming_both(tmp_path, name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        load(tmp_path, {**TABLE, name: value})
+    assert repr(value) in str(error.value)
+    assert repr(SESSION[name]) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("verify", "tokens"), [1, 8, 4], "verify.tokens must be a list that increases"),
+        (("verify", "tokens"), [0, 4, 8], "increases from 1"),
+        (("verify", "seconds"), [[1.0], [1.5], [3.0]], r"shape \(3, 1\).*\(3, 2\)"),
+        (("draft", "seconds"), [[0.5, 0.6], [0.0, 0.8]], "finite and above 0"),
+        (("draft", "requests"), [], "draft.requests"),
+        (("contexts",), [100, 0], "contexts"),
+    ],
+)
+def test_a_malformed_table_is_refused(tmp_path, place, value, message):
+    table = copy.deepcopy(TABLE)
+    inner = table
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, table)
+
+
+def test_a_missing_field_is_named(tmp_path):
+    table = {name: value for name, value in TABLE.items() if name != "contexts"}
+    with pytest.raises(ValueError, match="contexts is missing"):
+        load(tmp_path, table)
+
+
+def test_sglangs_floor_probe_table_prices_a_whole_step(tmp_path):
+    table = {
+        "sample_batch_tokens": [2, 4],
+        "sample_steps_per_sec": [10.0, 5.0],
+        "max_batch_tokens": 8,
+    }
+    found = load(tmp_path, table)
+    np.testing.assert_allclose(found.verify[0], [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.2])
+    np.testing.assert_array_equal(found.draft, np.zeros((1, 3)))
+
+
+def test_sglangs_additive_table_is_split_into_draft_and_verify(tmp_path):
+    table = {
+        "bias_seconds": 1.0,
+        "bs_probes": [1, 2],
+        "alpha_seconds": [0.25, 0.5],
+        "m_probes": [2, 6],
+        "theta_seconds": [0.0, 4.0],
+    }
+    found = load(tmp_path, table)
+    np.testing.assert_allclose(found.verify[0], [1, 1, 1, 2, 3, 4, 5, 5, 5])
+    np.testing.assert_allclose(found.draft, [[0.25, 0.25, 0.5]])
+    with pytest.raises(ValueError, match="bias_seconds is 0"):
+        load(tmp_path, {**table, "bias_seconds": 0})
+    with pytest.raises(ValueError, match="alpha_seconds has 1 values for 2"):
+        load(tmp_path, {**table, "alpha_seconds": [0.25]})
+
+
+def test_calibrated_tables_carry_one_row_a_sampling_temperature():
+    calibration = Calibration(
+        (CalibrationEntry(0.0, (1.0, 2.0, 3.0)), CalibrationEntry(0.7, (1.5, 1.5, 1.5)))
+    )
+    found = with_calibration(no_costs(2, 3), calibration)
+    np.testing.assert_allclose(found.temperature_keys, [0.0, 0.7])
+    np.testing.assert_allclose(found.temperatures, [[1, 2, 3], [1.5, 1.5, 1.5]])
+    assert not bool(found.known)
+    with pytest.raises(ValueError, match=r"3 temperatures.*block size is 7"):
+        with_calibration(no_costs(2, 7), calibration)
