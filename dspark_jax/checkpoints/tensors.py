@@ -1,0 +1,111 @@
+"""Named tensors of a safetensors checkpoint, read one at a time, and the strict check of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+READABLE_DTYPES = ("F32", "BF16", "F16")
+
+
+class TensorSource(Protocol):
+    """Tensors by name: shapes known at once, values read when asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its stored float dtype (bfloat16 is ml_dtypes')."""
+        ...
+
+
+class SafetensorsSource:
+    """One safetensors file, or the shards of a Hugging Face folder, read lazily."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open ``path``: a ``.safetensors`` file or a folder holding one or an index of shards.
+
+        Raises:
+            FileNotFoundError: no safetensors file there, or a shard of the index is missing.
+            ValueError: a file that is not safetensors, an index that names tensors its shards
+                lack, or tensors that are not float32, bfloat16 or float16.
+        """
+        self.path = Path(path)
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        unreadable: list[str] = []
+        for file in _files(self.path):
+            try:
+                with safe_open(file, framework="np") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118
+                        view = tensors.get_slice(name)
+                        self._file_of[name] = file
+                        self.shapes[name] = tuple(view.get_shape())
+                        if view.get_dtype() not in READABLE_DTYPES:
+                            unreadable.append(f"{name} is {view.get_dtype()}")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+        if unreadable:
+            raise ValueError(
+                f"{self.path} holds tensors of other dtypes than {', '.join(READABLE_DTYPES)}: "
+                + ", ".join(unreadable)
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in its stored dtype."""
+        with safe_open(self._file_of[name], framework="np") as tensors:
+            return tensors.get_tensor(name)
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    where: Path | str,
+) -> None:
+    """Compare names and shapes.
+
+    Raises:
+        ValueError: one message that names every missing, unknown and misshapen tensor.
+    """
+    missing = sorted(set(wanted) - set(found))
+    unknown = sorted(set(found) - set(wanted))
+    misshapen = [
+        f"{name} is {list(found[name])}, wanted {list(wanted[name])}"
+        for name in sorted(set(wanted) & set(found))
+        if tuple(found[name]) != tuple(wanted[name])
+    ]
+    faults = [
+        f"{title}: {', '.join(names)}"
+        for title, names in (
+            ("missing tensors", missing),
+            ("unknown tensors", unknown),
+            ("misshapen tensors", misshapen),
+        )
+        if names
+    ]
+    if faults:
+        raise ValueError(f"{where} does not fit its config. " + "; ".join(faults))
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of ``path``, shards in the order of their index."""
+    if path.is_file():
+        return [path]
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [path / shard for shard in shards]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
+        return files
+    if single.is_file():
+        return [single]
+    raise FileNotFoundError(f"no model.safetensors and no model.safetensors.index.json in {path}")
