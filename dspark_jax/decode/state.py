@@ -63,8 +63,8 @@ class State:
         windows: drafts verified at each step of the request.
         accepted: drafts that the verified rows accepted at that step, committed or not.
         commits: tokens committed at that step.
-        survivals: calibrated survivals of the last ``lag`` steps; 1 in a fresh slot.
-        tick: steps of the batch; picks the oldest entry of ``survivals``.
+        confidences: calibrated confidences of the last ``lag`` steps; 1 in a fresh slot.
+        tick: steps of the batch; picks the oldest entry of ``confidences``.
         logprobs: None unless asked for.
     """
 
@@ -80,7 +80,7 @@ class State:
     windows: Int[Array, "S M"]
     accepted: Int[Array, "S M"]
     commits: Int[Array, "S M"]
-    survivals: Float[Array, "lag S G"]
+    confidences: Float[Array, "lag S G"]
     tick: Int[Array, ""]
     logprobs: Logprobs | None
 
@@ -177,7 +177,7 @@ def init_state(
         windows=ints(slots, max_tokens),
         accepted=ints(slots, max_tokens),
         commits=ints(slots, max_tokens),
-        survivals=jnp.ones((config.lag, slots, config.depth), jnp.float32),
+        confidences=jnp.ones((config.lag, slots, config.depth), jnp.float32),
         tick=jnp.zeros((), jnp.int32),
         logprobs=logprobs,
     )

@@ -1,0 +1,329 @@
+"""One step of decoding: budget, draft, pack, verify, accept, commit. The heart of the package."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.decode import noise
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.draft import Drafts, draft, no_drafts
+from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, Logprobs, State
+from dspark_jax.models.ragged import Packed, compact, rectangle
+from dspark_jax.calibration.nearest import nearest_temperatures
+from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budget
+from dspark_jax.schedule.cost import CostTables
+from dspark_jax.schedule.survival import age, calibrate, running_product
+from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
+
+
+@flax.struct.dataclass
+class Weights:
+    """Weights of the pair; ``drafter`` is None in mode "off"."""
+
+    target: Any
+    drafter: Any
+
+
+@flax.struct.dataclass
+class Outcome:
+    """What one step did, by slot.
+
+    Attributes:
+        tokens: ``[S, W]`` committed tokens; the first ``count`` are real.
+        count: committed tokens; 0 in idle slots.
+        window: drafts verified for commitment.
+        accepted: drafts that the verified rows accepted (in mode "cap-accept" also beyond the
+            window).
+    """
+
+    tokens: Int[Array, "S W"]
+    count: Int[Array, "S"]
+    window: Int[Array, "S"]
+    accepted: Int[Array, "S"]
+
+
+def decode_step(
+    weights: Weights, state: State, tables: CostTables, *, config: StepConfig
+) -> tuple[State, Outcome]:
+    """Advance every active request by at least one token. Pure; jit with ``config`` static.
+
+    Nothing that decides budget, bucket, draft depth or skipping depends on this step's draft
+    tokens, except under policy "fresh" (docs/exactness.md).
+    """
+    sampling = Sampling(
+        state.requests.temperature, state.requests.top_k, state.requests.top_p
+    )
+    keys = noise.step_keys(state.requests.seed, state.steps) if config.sampled else None
+    room = _room(state)
+    if config.mode == "off":
+        window = jnp.zeros_like(room)
+        drafts, confidences = None, state.confidences
+    else:
+        valid = jnp.arange(1, config.depth + 1)[None] <= (room - 1)[:, None]
+        drafts, window, confidences = _draft_and_allocate(
+            weights, state, tables, keys, valid & state.active[:, None], config
+        )
+    state, outcome = _verify_and_commit(
+        weights, state, sampling, keys, drafts, window, room, config
+    )
+    return state.replace(confidences=confidences, tick=state.tick + 1), outcome
+
+
+def _room(state: State) -> Int[Array, "S"]:
+    """Tokens each request may still emit: its own limit, or the end of its context."""
+    used = state.cache.length + 1
+    room = jnp.minimum(
+        state.requests.max_new_tokens - state.emitted, state.requests.context - used
+    )
+    return jnp.where(state.active, room, 0)
+
+
+def _draft_and_allocate(
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    keys: Array,
+    valid: Bool[Array, "S G"],
+    config: StepConfig,
+) -> tuple[Drafts, Int[Array, "S"], Array]:
+    """Draft as deep as lagged information asks for, then give each request its window."""
+    full = valid.sum(axis=1).astype(jnp.int32)
+    if not config.adaptive:
+        return draft(weights, state, keys, config.depth, config=config), full, state.confidences
+
+    load = Load(
+        sampling=state.active.sum(),
+        base_tokens=state.active.sum(),
+        draft_requests=jnp.asarray(state.slots),
+        cache_rows=jnp.where(state.active, state.cache.length, 0).sum(),
+    )
+    newest = state.confidences[(state.tick - 1) % config.lag]
+    lagged = running_product(state.confidences[state.tick % config.lag])
+    plan = best_budget(lagged, valid, load, tables)
+    depth = jnp.asarray(config.depth)
+    if config.policy == "lagged":
+        # one deeper than the old windows, so that a request that improves can take more
+        reach = allocate(lagged, valid, plan.budget).max() + 1
+        depth = jnp.minimum(jnp.minimum(reach, plan.budget), config.depth)
+    depth = jnp.where(plan.worthwhile, depth, 0)
+
+    caps = (0, *(config.walk_caps or (config.depth,)))
+    tier = jnp.searchsorted(jnp.asarray(caps), depth)
+    branches = [functools.partial(draft, cap=cap, config=config) for cap in caps]
+    drafts = jax.lax.switch(tier, branches, weights, state, keys)
+    drafted = jnp.arange(1, config.depth + 1)[None] <= jnp.asarray(caps)[tier]
+
+    temperatures = nearest_temperatures(
+        tables.temperatures, tables.temperature_keys, state.requests.temperature
+    )
+    confidence = calibrate(drafts.confidence, temperatures)
+    current = running_product(confidence)
+    usable = valid & drafted
+    budget = plan.budget
+    if config.policy == "causal":
+        budget = causal_budget(current, usable, load, tables).budget
+    elif config.policy == "fresh":
+        budget = best_budget(current, usable, load, tables).budget
+    window = allocate(current, usable, budget)
+    refreshed = drafted & state.active[:, None]
+    kept = age(jnp.where(refreshed, confidence, newest), refreshed)
+    confidences = state.confidences.at[state.tick % config.lag].set(kept)
+    return drafts, window, confidences
+
+
+def _verify_and_commit(
+    weights: Weights,
+    state: State,
+    sampling: Sampling,
+    keys: Array | None,
+    drafts: Drafts | None,
+    window: Int[Array, "S"],
+    room: Int[Array, "S"],
+    config: StepConfig,
+) -> tuple[State, Outcome]:
+    """Run the target over the windows in the smallest bucket that holds them, and commit."""
+
+    def run(packed: Packed, verified: Int[Array, "S"]) -> tuple[State, Outcome]:
+        return _commit(
+            weights, state, sampling, keys, drafts, packed, verified, window, room, config
+        )
+
+    rows = state.anchor[:, None]
+    if drafts is not None:
+        rows = jnp.concatenate([rows, drafts.tokens], axis=1)
+    start = state.cache.length
+    if config.mode != "compact":
+        # cap-accept verifies the whole block and commits only up to the window
+        verified = window if config.mode != "cap-accept" else jnp.clip(room - 1, 0, config.depth)
+        count = jnp.where(state.active, verified + 1, 0)
+        return run(rectangle(rows, start, count), verified)
+
+    count = jnp.where(state.active, window + 1, 0)
+    buckets = config.buckets or (state.slots * config.width,)
+    tier = jnp.searchsorted(jnp.asarray(buckets), count.sum())
+
+    def bucket(size: int):
+        return lambda: run(compact(rows, start, count, size), window)
+
+    return jax.lax.switch(tier, [bucket(size) for size in buckets])
+
+
+def _commit(
+    weights: Weights,
+    state: State,
+    sampling: Sampling,
+    keys: Array | None,
+    drafts: Drafts | None,
+    packed: Packed,
+    verified: Int[Array, "S"],
+    window: Int[Array, "S"],
+    room: Int[Array, "S"],
+    config: StepConfig,
+) -> tuple[State, Outcome]:
+    """Verify one packed batch, decide what is accepted, write what is committed."""
+    target = config.target.family
+    hidden, taps, cache = target.forward(
+        config.target, weights.target, state.cache, packed, taps=config.taps
+    )
+    logits = target.unembed(config.target, weights.target, hidden)
+    if drafts is None:
+        accepted = committed = window
+        tokens = _last_token(weights, logits, packed, keys, None, committed, window, sampling, config)[
+            :, None
+        ]
+    else:
+        uniforms = None
+        if keys is not None:
+            uniforms = noise.uniform(keys, noise.ACCEPT, jnp.arange(1, config.depth + 1))
+        accepted = accepted_prefix(
+            logits,
+            packed,
+            drafts.tokens,
+            drafts.logprob,
+            uniforms,
+            sampling,
+            verified,
+            filtered=config.filtered,
+        )
+        committed = jnp.minimum(accepted, window)
+        last = _last_token(
+            weights, logits, packed, keys, drafts.scores, committed, window, sampling, config
+        )
+        column = jnp.arange(config.width)[None]
+        extended = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+        tokens = jnp.where(column == committed[:, None], last[:, None], extended)
+
+    count, finish = _finish(state, tokens, committed, room)
+    length = cache.length + count
+    context = state.context
+    if config.taps or drafts is not None:
+        kept = packed.within() < jnp.take(count, packed.request, mode="fill", fill_value=0)
+        slot = jnp.where(kept, packed.slot_of_row(state.slots), state.slots)
+        context = config.drafter.family.commit_context(
+            config.drafter, weights.drafter, state.context, taps, slot, packed.position
+        )
+    slots = jnp.arange(state.slots)
+    at = jnp.where(count > 0, state.steps, state.tokens.shape[1])
+    anchor = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    outcome = Outcome(tokens=tokens, count=count, window=window, accepted=accepted)
+    state = state.replace(
+        cache=target.commit(config.target, cache, length),
+        context=context,
+        anchor=jnp.where(count > 0, anchor, state.anchor),
+        active=state.active & (finish == RUNNING),
+        finish=finish,
+        steps=state.steps + (count > 0),
+        emitted=state.emitted + count,
+        tokens=_append(state.tokens, state.emitted, count, tokens),
+        windows=state.windows.at[slots, at].set(window, mode="drop"),
+        accepted=state.accepted.at[slots, at].set(accepted, mode="drop"),
+        commits=state.commits.at[slots, at].set(count, mode="drop"),
+        logprobs=_record_logprobs(state, logits, packed, tokens, count, config),
+    )
+    return state, outcome
+
+
+def _last_token(
+    weights: Weights,
+    logits: Float[Array, "T V"],
+    packed: Packed,
+    keys: Array | None,
+    draft_scores: Float[Array, "S G Vd"] | None,
+    committed: Int[Array, "S"],
+    window: Int[Array, "S"],
+    sampling: Sampling,
+    config: StepConfig,
+) -> Int[Array, "S"]:
+    """The token after the committed drafts: residual after a rejection, else the bonus."""
+    row = jnp.take_along_axis(packed.row, committed[:, None], axis=1)[:, 0]
+    own = jnp.take(logits, row, axis=0, mode="clip")
+    rejected = committed < window
+    gumbel, scores, mapping = None, None, None
+    if keys is not None:
+        role = jnp.where(rejected, noise.RESIDUAL, noise.BONUS)
+        gumbel = noise.gumbel(keys, role, committed, own.shape[-1])
+        if draft_scores is not None:
+            column = jnp.minimum(committed, config.depth - 1)
+            scores = jnp.take_along_axis(draft_scores, column[:, None, None], axis=1)[:, 0]
+            mapping = weights.drafter.draft_to_target
+    return final_token(
+        own, scores, mapping, rejected, gumbel, sampling, filtered=config.filtered
+    )
+
+
+def _finish(
+    state: State, tokens: Int[Array, "S W"], committed: Int[Array, "S"], room: Int[Array, "S"]
+) -> tuple[Int[Array, "S"], Int[Array, "S"]]:
+    """Tokens to commit, cut after the first stop id, and why a request ends if it does."""
+    column = jnp.arange(tokens.shape[1])[None]
+    inside = column <= committed[:, None]
+    stops = (tokens[:, :, None] == state.requests.stop_ids[:, None, :]).any(axis=-1) & inside
+    stopped = stops.any(axis=1)
+    count = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, committed + 1)
+    count = jnp.where(state.active, count, 0)
+    exhausted = count >= room
+    by_length = state.emitted + count >= state.requests.max_new_tokens
+    finish = jnp.where(exhausted, jnp.where(by_length, LENGTH, CONTEXT), RUNNING)
+    finish = jnp.where(stopped, STOP, finish)
+    return count, jnp.where(state.active, finish, state.finish)
+
+
+def _append(buffer: Array, emitted: Int[Array, "S"], count: Int[Array, "S"], values: Array) -> Array:
+    """Write the first ``count`` of each request's ``values`` ``[S, W, ...]`` behind ``emitted``."""
+    column = jnp.arange(values.shape[1])[None]
+    at = jnp.where(column < count[:, None], emitted[:, None] + column, buffer.shape[1])
+    return buffer.at[jnp.arange(buffer.shape[0])[:, None], at].set(values, mode="drop")
+
+
+def _record_logprobs(
+    state: State,
+    logits: Float[Array, "T V"],
+    packed: Packed,
+    tokens: Int[Array, "S W"],
+    count: Int[Array, "S"],
+    config: StepConfig,
+) -> Logprobs | None:
+    """Log-softmax of the raw target logits: row w of a window emits its token w."""
+    if state.logprobs is None or config.logprobs is None:
+        return None
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    emitted = jnp.take(tokens, packed.request, axis=0, mode="clip")
+    emitted = jnp.take_along_axis(emitted, packed.within()[:, None], axis=1)
+    chosen = jnp.take_along_axis(logits, emitted, axis=-1)[:, 0] - normalizer
+    values, ids = jax.lax.top_k(logits, config.logprobs)
+    values = values - normalizer[:, None]
+
+    def append(buffer: Array, rows: Array) -> Array:
+        return _append(buffer, state.emitted, count, packed.unpack(rows))
+
+    return Logprobs(
+        chosen=append(state.logprobs.chosen, chosen),
+        top_ids=append(state.logprobs.top_ids, ids),
+        top_values=append(state.logprobs.top_values, values),
+    )
