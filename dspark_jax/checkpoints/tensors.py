@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,20 +22,20 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its stored float dtype (bfloat16 is ml_dtypes')."""
+        """The tensor in its stored dtype (bfloat16 is ml_dtypes')."""
         ...
 
 
 class SafetensorsSource:
     """One safetensors file, or the shards of a Hugging Face folder, read lazily."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, dtypes: Sequence[str] = READABLE_DTYPES) -> None:
         """Open ``path``: a ``.safetensors`` file or a folder holding one or an index of shards.
 
         Raises:
             FileNotFoundError: no safetensors file there, or a shard of the index is missing.
-            ValueError: a file that is not safetensors, an index that names tensors its shards
-                lack, or tensors that are not float32, bfloat16 or float16.
+            ValueError: a file that is not safetensors, or tensors that are not float32,
+                bfloat16 or float16.
         """
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
@@ -48,13 +48,13 @@ class SafetensorsSource:
                         view = tensors.get_slice(name)
                         self._file_of[name] = file
                         self.shapes[name] = tuple(view.get_shape())
-                        if view.get_dtype() not in READABLE_DTYPES:
+                        if view.get_dtype() not in dtypes:
                             unreadable.append(f"{name} is {view.get_dtype()}")
             except SafetensorError as error:
                 raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
         if unreadable:
             raise ValueError(
-                f"{self.path} holds tensors of other dtypes than {', '.join(READABLE_DTYPES)}: "
+                f"{self.path} holds tensors of other dtypes than {', '.join(dtypes)}: "
                 + ", ".join(unreadable)
             )
 

@@ -95,9 +95,7 @@ def _keys_values(
     return rotate(rms_norm(keys, layer.k_norm, config.rms_norm_eps), *phases), values
 
 
-def _visible(
-    config: DrafterConfig, start: Int[Array, "B A"], rows: int
-) -> Bool[Array, "B A K"]:
+def _visible(config: DrafterConfig, start: Int[Array, "B A"], rows: int) -> Bool[Array, "B A K"]:
     """Which context rows a block sees; the window counts from the block's anchor."""
     row = jnp.arange(rows, dtype=start.dtype)
     visible = row < start[..., None]

@@ -89,9 +89,7 @@ def check_fits(
         ("vocab_size", config.vocab_size, target.vocab_size),
     ):
         if drafter_value != target_value:
-            faults.append(
-                f"the drafter's {name} is {drafter_value}, the target has {target_value}"
-            )
+            faults.append(f"the drafter's {name} is {drafter_value}, the target has {target_value}")
     for role, ids in (reserved or {}).items():
         if config.mask_token_id in ids:
             faults.append(

@@ -1,0 +1,140 @@
+"""Loading and saving drafters in any dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save_file
+
+from dspark_jax.checkpoints.drafter_config import Dialect, dialect_of, drafter_config, reserved_ids
+from dspark_jax.checkpoints.drafter_deepspec import (
+    deepspec_config,
+    deepspec_tensors,
+    read_deepspec,
+)
+from dspark_jax.checkpoints.drafter_speculators import (
+    read_speculators,
+    speculators_config,
+    speculators_tensors,
+)
+from dspark_jax.checkpoints.drafter_tensors import DrafterTensors
+from dspark_jax.checkpoints.hub import fetch
+from dspark_jax.checkpoints.resolve import HUB_ID
+from dspark_jax.checkpoints.tensors import READABLE_DTYPES, SafetensorsSource
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.validate import check_fits
+from dspark_jax.drafter.weights import DrafterWeights
+
+# d2t and t2d of a pruned vocabulary are no floats.
+_STORED_DTYPES = (*READABLE_DTYPES, "I64", "BOOL")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter that fits its target, and the name it was asked for by."""
+
+    config: DrafterConfig
+    weights: DrafterWeights
+    name: str
+
+
+def load_drafter(
+    path_or_name: Path | str,
+    target: tuple[Any, Any],
+    dtype: Any | None = None,
+    *,
+    stop_token_ids: tuple[int, ...] = (),
+) -> LoadedDrafter:
+    """Load a drafter for a target.
+
+    Args:
+        path_or_name: a folder with ``config.json`` and safetensors, in DeepSpec's or
+            speculators' layout, the name of a drafter shipped in the package, or a Hugging
+            Face id (owner/name).
+        target: config and weights of the target.
+        dtype: of the loaded weights; None keeps the stored one.
+        stop_token_ids: ids that end the target's answers; the mask token must not be one.
+
+    Returns:
+        The drafter. Its embedding and head are None where the target's are used.
+
+    Raises:
+        FileNotFoundError: no such folder and no shipped drafter of that name.
+        ConnectionError: a hub drafter that could not be fetched.
+        ValueError: a checkpoint that is faulty, not supported, or of another target.
+    """
+    directory = find_drafter(path_or_name)
+    raw = json.loads((directory / "config.json").read_text())
+    dialect = dialect_of(raw, directory)
+    target_config = target[0]
+    config = drafter_config(raw, directory, target_config)
+    tensors = DrafterTensors(SafetensorsSource(directory, _STORED_DTYPES), directory)
+    if dialect == "deepspec":
+        weights = read_deepspec(config, tensors, dtype)
+    else:
+        weights = read_speculators(config, tensors, target_config, dtype)
+    check_fits(config, target_config, {"stop": stop_token_ids, **reserved_ids(raw)})
+    return LoadedDrafter(config, weights, Path(path_or_name).name)
+
+
+def save_drafter(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    directory: Path | str,
+    target: tuple[Any, Any],
+    *,
+    dialect: Dialect = "speculators",
+    target_name: str = "",
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into ``directory``, made if needed.
+
+    DeepSpec's layout stores embedding and head in full; speculators' leaves out what equals
+    the target's. ``target_name`` is the name or path a server loads the target by
+    (speculators only).
+
+    Raises:
+        ValueError: a dialect that is not written or cannot express this drafter; weights that
+            do not fit ``config``.
+    """
+    target_config, target_weights = target
+    check_fits(config, target_config)
+    embed = target_config.family.input_embedding(target_weights)
+    lm_head = target_config.family.output_embedding(target_weights)
+    dtype = weights.fc.dtype.name
+    if dialect == "deepspec":
+        raw = deepspec_config(config, dtype)
+        tensors = deepspec_tensors(config, weights, embed, lm_head)
+    elif dialect == "speculators":
+        raw = speculators_config(config, dtype, target_config, target_name)
+        tensors = speculators_tensors(config, weights, embed, lm_head)
+    else:
+        raise ValueError(f"dialect {dialect!r} is not written; written: deepspec, speculators")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def find_drafter(path_or_name: Path | str) -> Path:
+    """The folder of a drafter: a path, a name shipped under ``dspark_jax/pretrained``, a hub id.
+
+    Raises:
+        FileNotFoundError: nothing of that name.
+        ConnectionError: a hub drafter that could not be fetched.
+    """
+    name = str(path_or_name)
+    shipped = Path(str(files("dspark_jax"))) / "pretrained"
+    for directory in (Path(name).expanduser(), shipped / name):
+        if (directory / "config.json").is_file():
+            return directory
+    if not Path(name).exists() and HUB_ID.fullmatch(name):
+        return fetch(name)
+    names = sorted(path.parent.name for path in shipped.glob("*/config.json"))
+    raise FileNotFoundError(
+        f"no drafter {name!r}: it is no folder with a config.json and no Hugging Face id "
+        f"(owner/name), and the package ships {', '.join(names) or 'none'}"
+    )
