@@ -1,0 +1,370 @@
+"""Paged attention on Hopper GPUs: one warpgroup streams one request's rows of one key/value head.
+
+A block reads its tiles of keys and values through a ring of TMA buffers and keeps a running
+softmax in registers. Several blocks share a multiprocessor, and their loads together cover the
+memory latency; the tensor cores work on 64 query rows, most of them padding, because reading
+the cache costs more than the wasted products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+ROWS = 64
+"""Query rows of a block: the height of one wgmma product."""
+
+HEAD_DIMS = (64, 128)
+"""Head widths the kernel knows: multiples of the 128-byte swizzle that registers can hold."""
+
+_MATRIX = plgpu.Layout.WGMMA
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# Below any score, yet finite: the difference of two of them is 0 and not NaN.
+_LOWEST = -1e30
+# Blocks a launch should have before it stops splitting the keys: one for each multiprocessor.
+_ENOUGH_BLOCKS = 132
+# Key tiles that make a split worth its share of the final combination.
+_LEAST_TILES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a block walks over the keys.
+
+    Attributes:
+        tile: keys of a tile; the cache capacity must be a multiple of it.
+        stages: tiles of keys and of values in flight per block.
+        splits: blocks that share one request and key/value head; None picks by the shape.
+    """
+
+    tile: int = 64
+    stages: int = 3
+    splits: int | None = None
+
+
+DEFAULT = Tuning()
+
+
+def unsupported(
+    query: jax.Array | jax.ShapeDtypeStruct,
+    keys: jax.Array | jax.ShapeDtypeStruct,
+    values: jax.Array | jax.ShapeDtypeStruct,
+    tuning: Tuning = DEFAULT,
+) -> str | None:
+    """Why the kernel cannot take these operands, naming the value found and wanted, or None."""
+    _, width, heads, head_dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    rows = width * heads // kv_heads
+    for name, operand in (("query", query), ("keys", keys), ("values", values)):
+        if operand.dtype != jnp.bfloat16:
+            return f"the dtype of {name} is {operand.dtype}, wanted bfloat16"
+    if head_dim not in HEAD_DIMS:
+        return f"head width E is {head_dim}, wanted one of {HEAD_DIMS}"
+    if rows > ROWS:
+        return f"query rows per key/value head W*H/N are {rows}, wanted at most {ROWS}"
+    if capacity % tuning.tile:
+        return f"cache capacity K is {capacity}, wanted a multiple of {tuning.tile}"
+    return None
+
+
+def split_count(blocks: int, capacity: int, tile: int) -> int:
+    """Blocks that share one request and head, when there are ``blocks`` requests times heads.
+
+    More than one only where the launch would leave most of the GPU idle, and never so many
+    that a full cache gives each fewer than four tiles.
+    """
+    return max(1, min(_ENOUGH_BLOCKS // blocks, capacity // tile // _LEAST_TILES))
+
+
+@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+def paged_attention(
+    query: Float[Array, "A W H E"],
+    keys: Float[Array, "S N K E"],
+    values: Float[Array, "S N K E"],
+    position: Int[Array, "A W"],
+    slots: Int[Array, "A"] | None,
+    *,
+    tuning: Tuning = DEFAULT,
+    interpret: Any = False,
+) -> Float[Array, "A W H E"]:
+    """The operation of `reference.paged_attention` for operands that `unsupported` passes.
+
+    Jitted, so that a model of many layers traces and lowers it once. Not differentiable.
+
+    Args:
+        query: bf16 query rows.
+        keys: bf16 cached keys.
+        values: bf16 cached values.
+        position: absolute position of each query row, -1 in padding rows.
+        slots: cache slot of each request, or None for slot a of request a.
+        tuning: see `Tuning`.
+        interpret: GPU interpreter parameters, to run the kernel on a CPU.
+    """
+    requests, width, heads, _ = query.shape
+    slot_count, kv_heads, capacity, _ = keys.shape
+    group = heads // kv_heads
+    limit = jnp.minimum(position, capacity - 1).astype(jnp.int32)
+    if slots is None:
+        slot = jnp.arange(requests, dtype=jnp.int32)
+    else:
+        present = (slots >= 0) & (slots < slot_count)
+        limit = jnp.where(present[:, None], limit, -1)
+        slot = jnp.where(present, slots, 0).astype(jnp.int32)
+    length = jnp.maximum(limit.max(axis=1) + 1, 0)
+    row_limit = jnp.repeat(limit, group, axis=1)
+    row_limit = jnp.pad(row_limit, ((0, 0), (0, ROWS - width * group)), constant_values=-1)
+
+    splits = tuning.splits or split_count(requests * kv_heads, capacity, tuning.tile)
+    results = _launch(query, keys, values, slot, length, row_limit, tuning, splits, interpret)
+    if splits == 1:
+        return results[0]
+    return _combine(*results).astype(query.dtype)
+
+
+def _product(left: jax.Array, right: Any) -> jax.Array:
+    """fp32 product of a matrix in registers and one in shared memory, on the tensor cores."""
+
+    def run(accumulator):
+        plgpu.wgmma(accumulator, left, right)
+        return accumulator[...]
+
+    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+
+
+def _interpreted_product(left: jax.Array, right: Any) -> jax.Array:
+    """`_product` for the interpreter, which has no wgmma with an operand in registers."""
+    return jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+
+
+def _combine(
+    partial: Float[Array, "P A W H E"], lse: Float[Array, "P A N R"]
+) -> Float[Array, "A W H E"]:
+    """Joins the results of ``P`` splits of the keys, weighed by their sums of exponentials.
+
+    ``lse`` holds base-2 logarithms; a split that saw no key has a very low one and result 0.
+    """
+    splits, requests, width, heads, _ = partial.shape
+    kv_heads = lse.shape[2]
+    lse = lse[..., : width * heads // kv_heads].reshape(splits, requests, kv_heads, width, -1)
+    lse = lse.transpose(0, 1, 3, 2, 4).reshape(partial.shape[:-1])
+    weight = jnp.exp2(lse - lse.max(axis=0))
+    weight = weight / weight.sum(axis=0)
+    return (partial * weight[..., None]).sum(axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """Tiles of one cache on their way through a ring of shared-memory buffers.
+
+    ``locate`` maps the block's ``step``-th tile to its index in the cache: page lookups go there.
+    """
+
+    cache: Any
+    ring: Any
+    ready: Any
+    stages: int
+    locate: Callable[[jax.Array], tuple[Any, ...]]
+
+    def load(self, step: jax.Array) -> None:
+        """Starts the copy of tile ``step``; its buffer must not be in use any more."""
+        place = lax.rem(step, jnp.int32(self.stages))
+        plgpu.copy_gmem_to_smem(
+            self.cache.at[self.locate(step)], self.ring.at[place], self.ready.at[place]
+        )
+
+    def wait(self, step: jax.Array) -> Any:
+        """The buffer of tile ``step``, once its copy has landed."""
+        place = lax.rem(step, jnp.int32(self.stages))
+        plgpu.barrier_wait(self.ready.at[place])
+        return self.ring.at[place]
+
+
+def _across(per_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(per_row, shape, [0])
+
+
+def _attend(
+    query: jax.Array,
+    limit: jax.Array,
+    keys: _Stream,
+    values: _Stream,
+    *,
+    first_key: jax.Array,
+    end: jax.Array,
+    count: jax.Array,
+    tile: int,
+    product: Callable[[jax.Array, Any], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Running softmax of ``ROWS`` query rows over ``count`` tiles from ``first_key`` on.
+
+    Row r sees the keys up to ``limit[r]``; cache rows from ``end`` on may hold anything.
+    Returns the unnormalised output ``[ROWS, E]``, and per row the highest scaled score (base 2)
+    and the sum of the weights.
+    """
+    head_dim = query.shape[1]
+    log2_scale = math.log2(math.e) / math.sqrt(head_dim)
+
+    def refill(stream: _Stream, step: jax.Array) -> None:
+        @pl.when(step + stream.stages < count)
+        def _():
+            stream.load(step + stream.stages)
+
+    def body(step, carry):
+        out, top, total = carry
+        start = first_key + step * tile
+
+        scores = product(query, keys.wait(step).transpose((1, 0)))
+        refill(keys, step)
+
+        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_MATRIX)
+        scores = jnp.where(key <= _across(limit - start, scores.shape), scores, -jnp.inf)
+        higher = jnp.maximum(top, scores.max(axis=1) * log2_scale)
+        shrink = jnp.exp2(top - higher)
+        weights = jnp.exp2(scores * log2_scale - _across(higher, scores.shape))
+        total = total * shrink + weights.sum(axis=1)
+
+        tile_values = values.wait(step)
+
+        # A weight of zero does not silence a NaN: rows past the end are zeroed themselves.
+        @pl.when(start + tile > end)
+        def _():
+            value = plgpu.load(tile_values, layout=_MATRIX)
+            row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_MATRIX)
+            tile_values[...] = jnp.where(row < end - start, value, jnp.zeros_like(value))
+            plgpu.commit_smem()
+
+        out = out * _across(shrink, out.shape)
+        out = out + product(weights.astype(jnp.bfloat16), tile_values)
+        refill(values, step)
+        return out, higher, total
+
+    start = (
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), _MATRIX),
+        plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), _PER_ROW),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _PER_ROW),
+    )
+    return lax.fori_loop(0, count, body, start)
+
+
+def _launch(
+    query: Float[Array, "A W H E"],
+    keys: Float[Array, "S N K E"],
+    values: Float[Array, "S N K E"],
+    slot: Int[Array, "A"],
+    length: Int[Array, "A"],
+    row_limit: Int[Array, "A R"],
+    tuning: Tuning,
+    splits: int,
+    interpret: Any,
+) -> list[jax.Array]:
+    """One block per (request, key/value head, split): ``[out]``, or ``[partial, lse]`` if split."""
+    requests, width, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    tile, stages = tuning.tile, tuning.stages
+    product = _interpreted_product if interpret else _product
+
+    ring = plgpu.SMEM((stages, tile, head_dim), jnp.bfloat16, transforms=_SWIZZLED)
+    scratch = {
+        "query_rows": plgpu.SMEM((ROWS, head_dim), jnp.bfloat16),
+        "query_ready": plgpu.Barrier(num_arrivals=width),
+        "key_ring": ring,
+        "key_ready": plgpu.Barrier(num_barriers=stages),
+        "value_ring": ring,
+        "value_ready": plgpu.Barrier(num_barriers=stages),
+    }
+    if splits == 1:
+        out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    else:
+        out_type = [
+            jax.ShapeDtypeStruct((splits, *query.shape), jnp.float32),
+            jax.ShapeDtypeStruct((splits, requests, kv_heads, ROWS), jnp.float32),
+        ]
+        scratch["partial_rows"] = plgpu.SMEM((ROWS, head_dim), jnp.float32)
+        scratch["lse_rows"] = plgpu.SMEM((ROWS,), jnp.float32)
+
+    def kernel(
+        query_gmem, keys_gmem, values_gmem, slot_gmem, length_gmem, limit_gmem, *rest, **smem
+    ):
+        request, head = lax.axis_index("request"), lax.axis_index("head")
+        split = lax.axis_index("split")
+        cache_slot, end = slot_gmem[request], length_gmem[request]
+
+        tiles = pl.cdiv(end, jnp.int32(tile))
+        share = pl.cdiv(tiles, jnp.int32(splits))
+        first = split * share
+        count = jnp.clip(tiles - first, 0, share)
+
+        def locate(step):
+            return cache_slot, head, pl.ds((first + step) * tile, tile)
+
+        key_tiles = _Stream(keys_gmem, smem["key_ring"], smem["key_ready"], stages, locate)
+        value_tiles = _Stream(values_gmem, smem["value_ring"], smem["value_ready"], stages, locate)
+
+        def heads_of(w):
+            return request, w, pl.ds(head * group, group)
+
+        def rows_of(w):
+            return pl.ds(w * group, group)
+
+        staged, ready = smem["query_rows"], smem["query_ready"]
+        for w in range(width):
+            plgpu.copy_gmem_to_smem(query_gmem.at[heads_of(w)], staged.at[rows_of(w)], ready)
+        for step in range(stages):
+
+            @pl.when(step < count)
+            def _(step=step):
+                key_tiles.load(jnp.int32(step))
+                value_tiles.load(jnp.int32(step))
+
+        limit = plgpu.load(limit_gmem.at[request], layout=_PER_ROW, optimized=False)
+        plgpu.barrier_wait(ready)
+        # Rows past W*H/N were never written: rows do not mix, and nobody reads their results.
+        out, top, total = _attend(
+            plgpu.load(staged, layout=_MATRIX, optimized=False),
+            limit,
+            key_tiles,
+            value_tiles,
+            first_key=first * tile,
+            end=end,
+            count=count,
+            tile=tile,
+            product=product,
+        )
+        total = jnp.where(total > 0, total, 1.0)
+        out = out * _across(1.0 / total, out.shape)
+        if splits == 1:
+            target = rest[0]
+            staged[...] = out.astype(query.dtype)
+            plgpu.commit_smem()
+        else:
+            target, staged = rest[0].at[split], smem["partial_rows"]
+            staged[...] = out
+            smem["lse_rows"][...] = top + jnp.log2(total)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem["lse_rows"], rest[1].at[split, request, head])
+        for w in range(width):
+            plgpu.copy_smem_to_gmem(staged.at[rows_of(w)], target.at[heads_of(w)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(requests, kv_heads, splits),
+        grid_names=("request", "head", "split"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        kernel_name="paged_attention",
+    )(query, keys, values, slot, length, row_limit)
