@@ -189,31 +189,28 @@ class _PadToLength(grain.transforms.Map):
         }
 
 
-def epoch_batches(
-    dataset: TokenDataset, *, batch_size: int, length: int, seed: int, epochs: int
-) -> grain.MapDataset:
-    """Batches ``{"tokens", "loss_mask"}`` of shape ``[batch_size, length]``, one document a row.
+def shuffled_batches(
+    dataset: TokenDataset, *, batch_size: int, length: int, seed: int
+) -> grain.DatasetIterator:
+    """Endless batches ``{"tokens", "loss_mask"}`` of ``[batch_size, length]``, a document a row.
 
     Every epoch is a fresh shuffle fixed by the seed and the epoch's index; what does not fill
-    a batch is left out of that epoch.
+    a batch is left out of that epoch. ``get_state`` and ``set_state`` (a small dict) fix the
+    position.
 
     Raises:
         ValueError: fewer documents than one batch.
     """
     if len(dataset) < batch_size:
         raise ValueError(f"{len(dataset)} documents do not fill one batch of {batch_size}")
-    return (
+    batches = (
         grain.MapDataset.source(dataset)
         .seed(seed)
         .shuffle()
         .map(_PadToLength(length))
         .batch(batch_size, drop_remainder=True)
-        .repeat(epochs)
+        .repeat()
     )
-
-
-def resumable(batches: grain.MapDataset) -> grain.DatasetIterator:
-    """An iterator whose ``get_state`` / ``set_state`` (a small dict) fix its position."""
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches.to_iter_dataset(options))
 

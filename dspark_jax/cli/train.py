@@ -1,0 +1,33 @@
+"""`dspark train`: train a drafter as a TOML config describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+STOPPED = 143
+
+
+def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -> int:
+    """Train a drafter against a frozen target.
+
+    Args:
+        config: TOML file of the run; see ``configs/``.
+        resume: continue the run in its output folder from the newest checkpoint.
+    """
+    # JAX and the training packages load only when a run begins.
+    import jax.numpy as jnp
+
+    from dspark_jax.checkpoints.resolve import load_target
+    from train.config import TrainConfig, read_config
+    from train.trainer import DRAFTER, run_training
+
+    settings = read_config(config, TrainConfig)
+    target = load_target(settings.target.name, jnp.dtype(settings.target.dtype))
+    if not run_training(settings, target, resume=resume):
+        print(f"stopped after saving; continue with: dspark train {config} --resume")
+        return STOPPED
+    print(f"drafter written to {Path(settings.training.output) / DRAFTER}")
+    return 0

@@ -1,0 +1,157 @@
+"""Strict TOML: a file becomes a frozen dataclass, or an error that names the wrong key."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from train.losses import LossConfig
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSection:
+    """The frozen target: a known name, a Hugging Face directory or a GGUF file."""
+
+    name: str
+    dtype: Dtype = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+    """Data folders, and the length in tokens that documents are cut or padded to."""
+
+    folders: tuple[str, ...]
+    sequence_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSection:
+    """What of the drafter is chosen; widths and RoPE constants are the target's."""
+
+    num_hidden_layers: int
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    markov_rank: int
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSection:
+    """The run. ``anchor_chunk`` anchors a sequence have logits at one time."""
+
+    output: str
+    steps: int
+    seed: int = 42
+    learning_rate: float = 6e-4
+    batch_size: int = 32
+    num_anchors: int = 256
+    anchor_chunk: int = 16
+    dtype: Dtype = "bfloat16"
+    log_every: int = 10
+    save_every: int = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    target: TargetSection
+    data: DataSection
+    drafter: DrafterSection
+    training: TrainingSection
+    loss: LossConfig = LossConfig()
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1 and a chunk that does not divide the anchors."""
+        counts = {
+            "data.sequence_length": self.data.sequence_length,
+            **{
+                f"training.{field.name}": getattr(self.training, field.name)
+                for field in dataclasses.fields(self.training)
+                if field.type == "int" and field.name != "seed"
+            },
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.training.num_anchors % self.training.anchor_chunk:
+            raise ValueError(
+                f"training.anchor_chunk {self.training.anchor_chunk} does not divide "
+                f"training.num_anchors {self.training.num_anchors}"
+            )
+        if self.training.num_anchors >= self.data.sequence_length:
+            raise ValueError(
+                f"training.num_anchors {self.training.num_anchors} must be below "
+                f"data.sequence_length {self.data.sequence_length}"
+            )
+
+
+def read_config[T](path: Path, kind: type[T]) -> T:
+    """A TOML file as an instance of the dataclass ``kind``.
+
+    Raises:
+        ValueError: invalid TOML, an unknown or missing key, a value of the wrong type.
+        FileNotFoundError: no such file.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    return from_table(table, kind, str(path))
+
+
+def from_table[T](table: dict[str, Any], kind: type[T], where: str) -> T:
+    """A parsed table as an instance of the dataclass ``kind``; ``where`` opens messages."""
+    hints = typing.get_type_hints(kind)
+    fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    unknown = sorted(set(table) - set(hints))
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(hints))}"
+        )
+    missing = [
+        field.name
+        for field in fields
+        if field.name not in table
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{where}: missing key {missing[0]!r}")
+    values = {name: _typed(value, hints[name], f"{where}: {name}") for name, value in table.items()}
+    return kind(**values)
+
+
+def _typed(value: Any, wanted: Any, where: str) -> Any:
+    """``value`` as ``wanted``; whole numbers pass as floats, lists as tuples, nothing else."""
+    if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} is {value!r}; wanted a table")
+        return from_table(value, wanted, where)
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where} is {value!r}; wanted one of {', '.join(map(str, arguments))}")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        plain = next(argument for argument in arguments if argument is not type(None))
+        return _typed(value, plain, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is {value!r}; wanted a list")
+        return tuple(_typed(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise ValueError(
+            f"{where} is {value!r}, a {type(value).__name__}; wanted {wanted.__name__}"
+        )
+    return value

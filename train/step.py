@@ -1,0 +1,107 @@
+"""One training step: target features, anchors, loss, gradient and update as one program."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Int
+
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.weights import DrafterWeights
+from dspark_jax.models.config import DenseConfig
+from dspark_jax.models.weights import DenseWeights
+from train.anchors import sample_anchors
+from train.config import TrainConfig
+from train.features import target_features
+from train.forward import Sequences, cast_backbone, drafter_terms
+from train.initialize import initial_weights
+from train.losses import Terms
+from train.optimizer import drafter_optimizer, learning_rate_schedule
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a step changes. ``weights`` are the fp32 masters, ``key`` raw PRNG key data."""
+
+    weights: DrafterWeights
+    optimizer: optax.OptState
+    step: Int[Array, ""]
+    key: Array
+
+
+@flax.struct.dataclass
+class StepReport:
+    """Device scalars of one step, read by the host later or never."""
+
+    terms: Terms
+    learning_rate: Array
+    gradient_norm: Array
+
+
+def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The run's optimizer and its learning-rate schedule."""
+    schedule = learning_rate_schedule(config.training.learning_rate, config.training.steps)
+    return drafter_optimizer(schedule), schedule
+
+
+def initial_state(config: TrainConfig, drafter: DrafterConfig) -> TrainState:
+    """The state before the first step, fixed by ``config.training.seed``."""
+    weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
+    weights = initial_weights(drafter, weights_key)
+    return TrainState(
+        weights=weights,
+        optimizer=optimizer_of(config)[0].init(weights),
+        step=jnp.zeros((), jnp.int32),
+        key=jax.random.key_data(anchor_key),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def train_step(
+    config: TrainConfig,
+    drafter: DrafterConfig,
+    target: DenseConfig,
+    state: TrainState,
+    target_weights: DenseWeights,
+    tokens: Int[Array, "B K"],
+    loss_mask: Bool[Array, "B K"],
+) -> tuple[TrainState, StepReport]:
+    """Advance by one batch. The target is frozen; embedding and head are its own."""
+    optimizer, schedule = optimizer_of(config)
+    taps, last_hidden = target_features(target, target_weights, tokens, drafter.target_layer_ids)
+    batch = Sequences(tokens=tokens, loss_mask=loss_mask, taps=taps, last_hidden=last_hidden)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    anchors, keep = sample_anchors(key, loss_mask, config.training.num_anchors)
+
+    def objective(weights: DrafterWeights) -> tuple[Array, Terms]:
+        terms = drafter_terms(
+            drafter,
+            cast_backbone(weights, jnp.dtype(config.training.dtype)),
+            target_weights.embed,
+            target_weights.head,
+            batch,
+            anchors,
+            keep,
+            config.loss,
+            config.training.anchor_chunk,
+        )
+        return terms.loss, terms
+
+    gradient, terms = jax.grad(objective, has_aux=True)(state.weights)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.weights)
+    report = StepReport(
+        terms=terms,
+        learning_rate=jnp.asarray(schedule(state.step)),
+        gradient_norm=optax.global_norm(gradient),
+    )
+    new = TrainState(
+        weights=optax.apply_updates(state.weights, updates),
+        optimizer=optimizer_state,
+        step=state.step + 1,
+        key=state.key,
+    )
+    return new, report
