@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.attention import paged_attention
-from dspark_jax.models.cache_rows import unpack_position, write_rows
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate, swiglu
 from dspark_jax.models.ragged import Packed
@@ -55,7 +54,10 @@ def forward(
                 f"tap {tap} is no layer of this model: wanted -1 (embedding) to "
                 f"{config.num_hidden_layers - 1}"
             )
-    position = unpack_position(packed, cache.length.shape[0])
+    slot_count = cache.length.shape[0]
+    slot = packed.slot_of_row(slot_count)
+    real = (slot >= 0) & (slot < slot_count)
+    position = packed.unpack(jnp.where(real, packed.position, -1), fill=-1)
     phases = rope_phases(packed.position, config.head_dim, config.rope_theta, config.rope_scaling)
     hidden = jnp.take(weights.embed, packed.tokens, axis=0)
     outputs = {-1: hidden} if -1 in taps else {}
@@ -63,8 +65,8 @@ def forward(
     for index, layer in enumerate(weights.layers):
         normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
         query, key, value = _project(config, layer, normed, phases)
-        keys[index] = write_rows(keys[index], key, packed, position)
-        values[index] = write_rows(values[index], value, packed, position)
+        keys[index] = _write_rows(keys[index], key, slot, packed.position)
+        values[index] = _write_rows(values[index], value, slot, packed.position)
         attended = packed.pack(
             paged_attention(
                 packed.unpack(query), keys[index], values[index], position, packed.slots
@@ -81,19 +83,19 @@ def forward(
         else jnp.zeros((hidden.shape[0], 0), hidden.dtype)
     )
     final = rms_norm(hidden, weights.norm, config.rms_norm_eps)
-    return final, tapped, cache.replace(keys=tuple(keys), values=tuple(values))
+    return final, tapped, DenseCache(tuple(keys), tuple(values), cache.length)
 
 
 def unembed(
     config: DenseConfig, weights: DenseWeights, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... V"]:
     """fp32 logits of final hidden states."""
-    return linear(hidden, weights.head).astype(jnp.float32)
+    return linear(hidden, weights.head, out_dtype=jnp.float32)
 
 
 def commit(config: DenseConfig, cache: DenseCache, length: Int[Array, "S"]) -> DenseCache:
     """Set the committed length of every slot; rows past it become scratch."""
-    return cache.replace(length=length.astype(jnp.int32))
+    return DenseCache(cache.keys, cache.values, length.astype(jnp.int32))
 
 
 def output_embedding(weights: DenseWeights) -> Float[Array, "V D"]:
@@ -122,3 +124,15 @@ def _project(
         key = rms_norm(key, layer.k_norm, config.rms_norm_eps)
     cos, sin = phases
     return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+def _write_rows(
+    cache: Float[Array, "S N K E"],
+    rows: Float[Array, "T N E"],
+    slot: Int[Array, "T"],
+    position: Int[Array, "T"],
+) -> Float[Array, "S N K E"]:
+    """Put rows at their slot and position; a slot or position out of range writes nothing."""
+    return cache.at[slot, :, position].set(
+        rows.astype(cache.dtype), mode="drop", wrap_negative_indices=False
+    )
