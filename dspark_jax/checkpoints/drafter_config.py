@@ -38,6 +38,12 @@ _INT_FIELDS = (
 )
 
 
+def is_drafter(raw: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes a drafter, of whatever dialect, and not a target."""
+    marks = {"target_layer_ids", "dflash_config", "speculators_config", "speculators_model_type"}
+    return any(name in marks or name.startswith("dspark_") for name in raw)
+
+
 def dialect_of(raw: Mapping[str, Any], where: Path | str) -> Dialect:
     """Which dialect a ``config.json`` is written in.
 

@@ -31,7 +31,7 @@ class DrafterFamily(Protocol):
         slot: Int[Array, "T"],
         position: Int[Array, "T"],
     ) -> Any:
-        """Project taps and write one context row each; rows with an out-of-range slot write nothing."""
+        """Project taps, write one context row each; an out-of-range slot writes nothing."""
         ...
 
     def block_hidden(

@@ -32,12 +32,12 @@ def check_config(config: DrafterConfig) -> None:
             f"num_attention_heads is {config.num_attention_heads}; it must be a multiple of "
             f"num_key_value_heads, {config.num_key_value_heads}"
         )
-    if config.markov_rank == 0 and config.enable_confidence_head:
-        if config.confidence_head_with_markov:
-            faults.append(
-                "confidence_head_with_markov is true but markov_rank is 0: there is no Markov "
-                "embedding for the confidence head to read"
-            )
+    reads_embedding = config.enable_confidence_head and config.confidence_head_with_markov
+    if config.markov_rank == 0 and reads_embedding:
+        faults.append(
+            "confidence_head_with_markov is true but markov_rank is 0: there is no Markov "
+            "embedding for the confidence head to read"
+        )
     if config.sliding_window is not None and config.sliding_window < 1:
         faults.append(f"sliding_window is {config.sliding_window}; it must be at least 1")
     if not 1 <= config.draft_vocab_size <= config.vocab_size:

@@ -1,0 +1,127 @@
+"""Reference comparison of dense targets: hidden states, logits, greedy answers, tokenisation."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+from safetensors.numpy import load_file
+
+from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
+from dspark_jax.cli.check_rows import Row, absolute, identical
+from dspark_jax.models.ragged import rectangle
+
+SMOLLM2_LAYERS = (0, 9, 19)
+
+
+def check_folder(directory: Path) -> list[Row]:
+    """Compare a dense target with the tensors recorded beside it."""
+    target = load_target(directory, jnp.float32)
+    golden = load_file(directory / "golden.safetensors")
+    tokens = golden["input_ids"].astype(np.int32)
+    layers = target.config.num_hidden_layers
+    # The recorded last entry is the one after the final norm; the layer before it has no entry.
+    final, taps = forward(target, tokens, tuple(range(-1, layers - 1)))
+    states = jnp.moveaxis(taps.reshape(*tokens.shape, layers, -1), 2, 0)
+    states = jnp.concatenate([states, final[None]])
+    logits = target.config.family.unembed(target.config, target.weights, final)
+    recorded = golden["greedy"][0].tolist()
+    prompt = tokens[0].tolist()
+    answer = greedy(target, [prompt], len(recorded) - len(prompt))[0]
+    return [
+        *(
+            absolute(f"hidden_states[{index}]", states[index], golden["hidden_states"][index])
+            for index in range(layers + 1)
+        ),
+        absolute("logits", logits, golden["logits"]),
+        identical("greedy", prompt + answer, recorded),
+    ]
+
+
+def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[Row]:
+    """Compare a real model (default: SmolLM2-135M) with recorded ids, logits and answers."""
+    target = load_target(name_or_path or SMOLLM2, jnp.float32)
+    if target.text is None:
+        raise ValueError(f"{target.name} has no tokenizer, and {directory} holds tokenised text")
+    recorded = json.loads((directory / "text_and_greedy.json").read_text())
+    rows = [
+        identical(f"strings[{index}].ids", target.text.encode(entry["text"]), entry["ids"])
+        for index, entry in enumerate(recorded["strings"])
+    ]
+    chat = recorded["chat"]
+    for index, entry in enumerate(chat):
+        ids = target.text.chat_ids([{"role": "user", "content": entry["prompt"]}])
+        rows.append(identical(f"chat[{index}].prompt_ids", ids, entry["prompt_ids"]))
+    answers = greedy(target, [e["prompt_ids"] for e in chat], len(chat[0]["greedy"]))
+    for index, entry in enumerate(chat):
+        rows.append(identical(f"chat[{index}].greedy", answers[index], entry["greedy"]))
+
+    golden = load_file(directory / "logits.safetensors")
+    tokens = golden["prompt_ids"].astype(np.int32)[None]
+    final, taps = forward(target, tokens, SMOLLM2_LAYERS)
+    states = taps[0].reshape(tokens.shape[1], len(SMOLLM2_LAYERS), -1)
+    logits = target.config.family.unembed(target.config, target.weights, final[0, -4:])
+    rows.append(absolute("logits_last4", logits, golden["logits_last4"]))
+    for index, layer in enumerate(SMOLLM2_LAYERS):
+        wanted = golden["hidden_layer_0_9_19"][index]
+        rows.append(absolute(f"hidden_layer[{layer}]", states[-4:, index], wanted))
+    return rows
+
+
+def forward(
+    target: LoadedTarget, tokens: Int[Array, "S W"], taps: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """Final hidden states ``[S, W, D]`` and taps ``[S, W, n*D]`` of whole sequences."""
+    count = np.full(tokens.shape[0], tokens.shape[1])
+    hidden, tapped, _ = _forward(target.config, target.weights, tokens, count, taps)
+    return hidden.reshape(*tokens.shape, -1), tapped.reshape(*tokens.shape, -1)
+
+
+def greedy(target: LoadedTarget, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """``count`` greedy tokens for each prompt, one row a step after one prefill."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    answers = _greedy(target.config, target.weights, tokens, lengths, count)
+    return np.asarray(answers).T.tolist()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _forward(
+    config: Any, weights: Any, tokens: Int[Array, "S W"], count: Array, taps: tuple[int, ...]
+) -> Any:
+    family = config.family
+    cache = family.init_cache(config, *tokens.shape, weights.embed.dtype)
+    packed = rectangle(tokens, jnp.zeros_like(count), count)
+    return family.forward(config, weights, cache, packed, taps=taps)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _greedy(
+    config: Any, weights: Any, tokens: Int[Array, "S W"], length: Int[Array, "S"], count: int
+) -> Int[Array, "C S"]:
+    family = config.family
+    slots, width = tokens.shape
+    cache = family.init_cache(config, slots, width + count, weights.embed.dtype)
+    packed = rectangle(tokens, jnp.zeros_like(length), length)
+    hidden, _, cache = family.forward(config, weights, cache, packed, taps=())
+    last = hidden.reshape(slots, width, -1)[jnp.arange(slots), length - 1]
+    first = jnp.argmax(family.unembed(config, weights, last), axis=-1).astype(jnp.int32)
+
+    def step(carry: Any, _: None) -> tuple[Any, Array]:
+        cache, token, start = carry
+        cache = family.commit(config, cache, start)
+        packed = rectangle(token[:, None], start, jnp.ones_like(start))
+        hidden, _, cache = family.forward(config, weights, cache, packed, taps=())
+        following = jnp.argmax(family.unembed(config, weights, hidden), axis=-1)
+        return (cache, following.astype(jnp.int32), start + 1), token
+
+    start = (cache, first, length.astype(jnp.int32))
+    return jax.lax.scan(step, start, None, length=count)[1]
