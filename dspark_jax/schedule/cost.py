@@ -140,7 +140,8 @@ def load_costs(
         padded = np.asarray(buckets)[np.minimum(bucket, len(buckets) - 1)]
         tokens = np.maximum(tokens, padded)
     identity = no_costs(slots, block_size)
-    return identity.replace(
+    return dataclasses.replace(
+        identity,
         verify=jnp.asarray(verify.at(tokens), jnp.float32),
         draft=jnp.asarray(draft.at(np.arange(slots + 1)), jnp.float32),
         contexts=jnp.asarray(contexts, jnp.float32),
@@ -161,7 +162,8 @@ def with_calibration(tables: CostTables, calibration: Calibration) -> CostTables
             f"the drafter's block size is {block_size}"
         )
     keys, temperatures = calibration.rows()
-    return tables.replace(
+    return dataclasses.replace(
+        tables,
         temperatures=jnp.asarray(temperatures, jnp.float32),
         temperature_keys=jnp.asarray(keys, jnp.float32),
     )

@@ -1,0 +1,202 @@
+"""One call of a session: who waits, who decodes in which slot, who is done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dspark_jax.decode import state as states
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.interrupt import Interrupt
+from dspark_jax.decode.request import Completion, FinishReason, SamplingParams, TokenLogprob
+from dspark_jax.decode.slots import Admission, Rows, SlotPrograms, Status
+from dspark_jax.decode.stops import StopAwareStream, find_stop
+from dspark_jax.text.text import Text
+
+FINISH: dict[int, FinishReason] = {
+    states.RUNNING: "abort",
+    states.STOP: "stop",
+    states.LENGTH: "length",
+    states.CONTEXT: "context",
+}
+
+
+@dataclasses.dataclass
+class Job:
+    """A request inside the session; ``stream`` is set when its text is shown as it grows."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    stream: StopAwareStream | None = None
+
+    def admission(self, slot: int) -> Admission:
+        """The device's view of the request."""
+        return Admission(
+            slot=slot,
+            prompt_ids=self.prompt_ids,
+            temperature=self.params.temperature,
+            top_k=self.params.top_k,
+            top_p=self.params.top_p,
+            seed=self.seed,
+            max_new_tokens=self.params.max_new_tokens,
+            stop_ids=self.stop_ids,
+        )
+
+
+class Run:
+    """The requests of one ``generate`` call, from waiting to answered."""
+
+    def __init__(
+        self,
+        programs: SlotPrograms,
+        config: StepConfig,
+        text: Text | None,
+        jobs: Sequence[Job],
+        *,
+        steps: int,
+        on_completion: Callable[[int, Completion], None] | None,
+    ) -> None:
+        """``steps`` are run between two looks of the host."""
+        self._programs = programs
+        self._config = config
+        self._text = text
+        self._steps = steps
+        self._waiting = deque(jobs)
+        self._running: dict[int, Job] = {}
+        self._free = list(range(programs.slots))
+        self._done: dict[int, Completion] = {}
+        self._on_completion = on_completion
+        self._state = programs.start(config)
+
+    def until_done(self, interrupt: Interrupt) -> None:
+        """Run chunks of steps until every job is answered or the user has had enough."""
+        try:
+            while self._waiting or self._running:
+                if interrupt.pending:
+                    raise KeyboardInterrupt
+                self._fill()
+                self._state = self._programs.run(self._state, self._steps, config=self._config)
+                self._look()
+        except KeyboardInterrupt:
+            self._abort()
+
+    def completions(self) -> list[Completion]:
+        """Answers in the order of the requests."""
+        return [self._done[index] for index in sorted(self._done)]
+
+    def _fill(self) -> None:
+        count = min(len(self._free), len(self._waiting))
+        if not count:
+            return
+        slots, self._free = self._free[:count], self._free[count:]
+        admissions = []
+        for slot in slots:
+            self._running[slot] = job = self._waiting.popleft()
+            admissions.append(job.admission(slot))
+        self._state = self._programs.fill(self._state, admissions, config=self._config)
+
+    def _look(self) -> None:
+        """Collect what ended, and stop what met a stop string."""
+        status = self._programs.status(self._state)
+        ended = [slot for slot in self._running if not status.active[slot]]
+        watched = [
+            slot
+            for slot, job in self._running.items()
+            if status.active[slot] and (job.params.stop or job.stream)
+        ]
+        rows = self._programs.read(self._state, ended + watched)
+        stopped = []
+        for slot, row in rows.items():
+            job = self._running[slot]
+            completion = self._answer(job, row, status, slot)
+            if not status.active[slot]:
+                self._finish(slot, completion)
+            elif completion.finish_reason == "stop":
+                stopped.append(slot)
+                self._finish(slot, completion)
+            elif job.stream is not None:
+                job.stream.update(completion.token_ids)
+        for first in range(0, len(stopped), self._programs.group):
+            part = stopped[first : first + self._programs.group]
+            self._state = self._programs.clear(self._state, part)
+
+    def _abort(self) -> None:
+        status = self._programs.status(self._state)
+        slots = list(self._running)
+        for slot, row in self._programs.read(self._state, slots).items():
+            self._finish(slot, self._answer(self._running[slot], row, status, slot))
+        while self._waiting:
+            job = self._waiting.popleft()
+            text = None if self._text is None else ""
+            logprobs = None if job.params.logprobs is None else ()
+            self._done[job.index] = Completion(
+                job.prompt_ids, (), text, "abort", (), (), (), logprobs
+            )
+
+    def _finish(self, slot: int, completion: Completion) -> None:
+        job = self._running.pop(slot)
+        self._free.append(slot)
+        self._done[job.index] = completion
+        if job.stream is not None:
+            assert completion.text is not None
+            job.stream.finish(completion.text)
+        if self._on_completion is not None:
+            self._on_completion(job.index, completion)
+
+    def _answer(self, job: Job, row: Rows, status: Status, slot: int) -> Completion:
+        """The answer so far, cut where a stop string is completed; "abort" means unfinished."""
+        emitted, steps = int(status.emitted[slot]), int(status.steps[slot])
+        reason = FINISH[int(status.finish[slot])]
+        token_ids = row.tokens[:emitted].tolist()
+        commits = row.commits[:steps].tolist()
+        text = None
+        if self._text is not None:
+            shown = token_ids[:-1] if reason == "stop" else token_ids
+            found = find_stop(self._text.decode, shown, job.params.stop)
+            if found is None:
+                text = self._text.decode(shown)
+            else:
+                (emitted, text), reason = found, "stop"
+                token_ids = token_ids[:emitted]
+                commits = _cut(commits, emitted)
+        return Completion(
+            prompt_ids=job.prompt_ids,
+            token_ids=tuple(token_ids),
+            text=text,
+            finish_reason=reason,
+            windows=tuple(row.windows[: len(commits)].tolist()),
+            accepted=tuple(row.accepted[: len(commits)].tolist()),
+            commits=tuple(commits),
+            logprobs=_logprobs(row, token_ids, job.params.logprobs),
+        )
+
+
+def _cut(commits: Sequence[int], tokens: int) -> list[int]:
+    """Commits per step of the first ``tokens`` tokens."""
+    kept: list[int] = []
+    for count in commits:
+        if tokens <= 0:
+            break
+        kept.append(min(count, tokens))
+        tokens -= count
+    return kept
+
+
+def _logprobs(
+    row: Rows, token_ids: Sequence[int], wanted: int | None
+) -> tuple[TokenLogprob, ...] | None:
+    if wanted is None or row.logprobs is None:
+        return None
+    chosen, ids, values = row.logprobs.chosen, row.logprobs.top_ids, row.logprobs.top_values
+    return tuple(
+        TokenLogprob(
+            token_id,
+            float(chosen[index]),
+            tuple(zip(ids[index, :wanted].tolist(), values[index, :wanted].tolist(), strict=True)),
+        )
+        for index, token_id in enumerate(token_ids)
+    )
