@@ -115,18 +115,16 @@ def paged_attention(
     slot_count, kv_heads, capacity, _ = keys.shape
     group = heads // kv_heads
     limit = jnp.minimum(position, capacity - 1).astype(jnp.int32)
-    if slots is None:
-        slot = jnp.arange(requests, dtype=jnp.int32)
-    else:
+    if slots is not None:
         present = (slots >= 0) & (slots < slot_count)
         limit = jnp.where(present[:, None], limit, -1)
-        slot = jnp.where(present, slots, 0).astype(jnp.int32)
+        slots = jnp.where(present, slots, 0).astype(jnp.int32)
     length = jnp.maximum(limit.max(axis=1) + 1, 0)
     row_limit = jnp.repeat(limit, group, axis=1)
     row_limit = jnp.pad(row_limit, ((0, 0), (0, ROWS - width * group)), constant_values=-1)
 
     splits = tuning.splits or split_count(requests * kv_heads, capacity, tuning.tile)
-    results = _launch(query, keys, values, slot, length, row_limit, tuning, splits, interpret)
+    results = _launch(query, keys, values, length, row_limit, slots, tuning, splits, interpret)
     if splits == 1:
         return results[0]
     return _combine(*results).astype(query.dtype)
@@ -144,7 +142,11 @@ def _product(left: jax.Array, right: Any) -> jax.Array:
 
 def _interpreted_product(left: jax.Array, right: Any) -> jax.Array:
     """`_product` for the interpreter, which has no wgmma with an operand in registers."""
-    return jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+    result = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+    # The tensor cores read through the asynchronous proxy, as the copy that refills the buffer
+    # does; this plain read has to be ordered before it.
+    plgpu.commit_smem()
+    return result
 
 
 def _combine(
@@ -261,9 +263,9 @@ def _launch(
     query: Float[Array, "A W H E"],
     keys: Float[Array, "S N K E"],
     values: Float[Array, "S N K E"],
-    slot: Int[Array, "A"],
     length: Int[Array, "A"],
     row_limit: Int[Array, "A R"],
+    slots: Int[Array, "A"] | None,
     tuning: Tuning,
     splits: int,
     interpret: Any,
@@ -294,12 +296,14 @@ def _launch(
         scratch["partial_rows"] = plgpu.SMEM((ROWS, head_dim), jnp.float32)
         scratch["lse_rows"] = plgpu.SMEM((ROWS,), jnp.float32)
 
-    def kernel(
-        query_gmem, keys_gmem, values_gmem, slot_gmem, length_gmem, limit_gmem, *rest, **smem
-    ):
+    def kernel(query_gmem, keys_gmem, values_gmem, length_gmem, limit_gmem, *rest, **smem):
         request, head = lax.axis_index("request"), lax.axis_index("head")
         split = lax.axis_index("split")
-        cache_slot, end = slot_gmem[request], length_gmem[request]
+        if slots is None:
+            cache_slot, outputs = request, rest
+        else:
+            cache_slot, outputs = rest[0][request], rest[1:]
+        end = length_gmem[request]
 
         tiles = pl.cdiv(end, jnp.int32(tile))
         share = pl.cdiv(tiles, jnp.int32(splits))
@@ -345,19 +349,20 @@ def _launch(
         total = jnp.where(total > 0, total, 1.0)
         out = out * _across(1.0 / total, out.shape)
         if splits == 1:
-            target = rest[0]
+            target = outputs[0]
             staged[...] = out.astype(query.dtype)
             plgpu.commit_smem()
         else:
-            target, staged = rest[0].at[split], smem["partial_rows"]
+            target, staged = outputs[0].at[split], smem["partial_rows"]
             staged[...] = out
             smem["lse_rows"][...] = top + jnp.log2(total)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem["lse_rows"], rest[1].at[split, request, head])
+            plgpu.copy_smem_to_gmem(smem["lse_rows"], outputs[1].at[split, request, head])
         for w in range(width):
             plgpu.copy_smem_to_gmem(staged.at[rows_of(w)], target.at[heads_of(w)])
         plgpu.wait_smem_to_gmem(0)
 
+    operands = [query, keys, values, length, row_limit] + ([] if slots is None else [slots])
     return plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -367,4 +372,4 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name="paged_attention",
-    )(query, keys, values, slot, length, row_limit)
+    )(*operands)

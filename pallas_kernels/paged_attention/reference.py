@@ -1,4 +1,4 @@
-"""Paged attention in pure JAX: the definition every kernel is held to, and the XLA implementation."""
+"""Paged attention in pure JAX: what every kernel must compute, and the XLA implementation."""
 
 from __future__ import annotations
 

@@ -37,3 +37,6 @@ SHAPES = {
     "smollm2-135m verify 1024": Shape(1024, 8, 9, 3, 64, 768, 400),
     "qwen3-4b verify 64": Shape(64, 8, 32, 8, 128, 2048, 1024),
 }
+
+SWEPT = ("smollm2-135m decode 1024", "smollm2-135m verify 1", "smollm2-135m verify 64")
+"""Shapes the kernel is tuned for."""
