@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.models.attention import paged_attention
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate, swiglu
 from dspark_jax.models.ragged import Packed
 from dspark_jax.models.weights import DenseCache, DenseLayer, DenseWeights
+from pallas_kernels.paged_attention import paged_attention
 
 
 def init_cache(config: DenseConfig, slots: int, capacity: int, dtype: Any) -> DenseCache:
