@@ -67,7 +67,7 @@ class TrainConfig:
     data: DataSection
     drafter: DrafterSection
     training: TrainingSection
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
         """Refuse counts below 1 and a chunk that does not divide the anchors."""

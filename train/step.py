@@ -96,7 +96,7 @@ def train_step(
     report = StepReport(
         terms=terms,
         learning_rate=jnp.asarray(schedule(state.step)),
-        gradient_norm=optax.global_norm(gradient),
+        gradient_norm=optax.tree.norm(gradient),
     )
     new = TrainState(
         weights=optax.apply_updates(state.weights, updates),

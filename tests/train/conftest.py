@@ -1,22 +1,74 @@
-"""A tiny target, tiny data and a tiny run for the training tests."""
+"""A tiny target, tiny data, a tiny run, and recorded training forwards of the reference."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from dspark_jax.checkpoints.drafter_config import drafter_config
+from dspark_jax.checkpoints.drafter_deepspec import read_deepspec
+from dspark_jax.checkpoints.drafter_tensors import DrafterTensors
 from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
+from dspark_jax.checkpoints.tensors import SafetensorsSource
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.weights import DrafterWeights
 from train.config import TrainConfig, read_config
 from train.data import supervised_answer, write_manifest, write_shard
+from train.forward import Sequences
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 
 
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A reference drafter with the inputs and outputs of one training forward."""
+
+    config: DrafterConfig
+    weights: DrafterWeights
+    batch: Sequences
+    tensors: dict[str, Any]
+    metrics: dict[str, tuple[float, float | None]]
+
+
+def read_recorded(name: str) -> Recorded:
+    folder = GOLDEN / name
+    config = drafter_config(json.loads((folder / "config.json").read_text()), folder)
+    tensors = {key: jnp.asarray(value) for key, value in load_file(folder / "golden.safetensors").items()}
+    return Recorded(
+        config=config,
+        weights=read_deepspec(config, DrafterTensors(SafetensorsSource(folder), folder), None),
+        batch=Sequences(
+            tokens=tensors["input_ids"].astype(jnp.int32),
+            loss_mask=tensors["loss_mask"] > 0,
+            taps=tensors["target_hidden_states"],
+            last_hidden=tensors["target_last_hidden_states"],
+        ),
+        tensors=tensors,
+        metrics=json.loads((folder / "golden_metrics.json").read_text()),
+    )
+
+
+@pytest.fixture(params=["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash_rank0"])
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    """Every head of the reference in turn."""
+    return read_recorded(request.param)
+
+
+@pytest.fixture
+def vanilla() -> Recorded:
+    """The reference drafter with the default head."""
+    return read_recorded("dspark_vanilla")
+
+
 @pytest.fixture(scope="session")
 def tiny_target() -> LoadedTarget:
+    """The tiny Llama under the name that the tiny config gives it."""
     loaded = load_target(GOLDEN / "llama_tiny", jnp.float32)
     return dataclasses.replace(loaded, name="tests/golden/llama_tiny")
 

@@ -1,0 +1,58 @@
+"""Strict configs: what is shipped reads, what is wrong is named."""
+
+from pathlib import Path
+
+import pytest
+
+from train.config import TrainConfig, from_table, read_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = (CONFIGS / "tiny.toml").read_text()
+
+
+def changed(tmp_path, before, after):
+    assert before in TINY
+    path = tmp_path / "run.toml"
+    path.write_text(TINY.replace(before, after))
+    return path
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2-135m-dspark", "smollm2-135m-dflash"])
+def test_shipped_configs_read(name):
+    read_config(CONFIGS / f"{name}.toml", TrainConfig)
+
+
+def test_dflash_differs_from_dspark_only_in_its_head_and_output():
+    dspark = read_config(CONFIGS / "smollm2-135m-dspark.toml", TrainConfig)
+    dflash = read_config(CONFIGS / "smollm2-135m-dflash.toml", TrainConfig)
+    assert dflash.drafter.markov_rank == 0
+    assert (dflash.target, dflash.data, dflash.loss) == (dspark.target, dspark.data, dspark.loss)
+    assert dflash.training.steps == dspark.training.steps
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("steps = 12", "stepz = 12", "unknown key 'stepz'; known are .*steps"),
+        ("steps = 12", "", "training: missing key 'steps'"),
+        ("steps = 12", 'steps = "12"', "steps is '12', a str; wanted int"),
+        ("steps = 12", "steps = true", "steps is True, a bool; wanted int"),
+        ("steps = 12", "steps = 0", "training.steps is 0; it must be at least 1"),
+        ("[drafter]", "[draft]", "unknown key 'draft'"),
+        ("[0, 1]", '[0, "1"]', r"target_layer_ids\[1\] is '1'"),
+        ("[0, 1]", "1", "target_layer_ids is 1; wanted a list"),
+        ('dtype = "float32"', 'dtype = "float16"', "'float16'; wanted one of bfloat16, float32"),
+        ("anchor_chunk = 4", "anchor_chunk = 3", "anchor_chunk 3 does not divide"),
+        ("num_anchors = 8", "num_anchors = 32", "num_anchors 32 must be below"),
+        ("steps = 12", "steps = ", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_config_is_an_error_that_says_what(tmp_path, before, after, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(changed(tmp_path, before, after), TrainConfig)
+
+
+def test_whole_numbers_pass_as_floats():
+    table = {"decay": 4, "alpha_ce": 1}
+    config = from_table(table, TrainConfig.__dataclass_fields__["loss"].default_factory, "loss")
+    assert (config.decay, type(config.alpha_ce)) == (4.0, float)

@@ -1,0 +1,31 @@
+"""The schedule and the update rule."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train.optimizer import drafter_optimizer, learning_rate_schedule
+
+
+def test_four_percent_warm_up_then_cosine_to_zero():
+    schedule = learning_rate_schedule(6e-4, 1000)
+    rates = [float(schedule(step)) for step in (0, 20, 40, 520, 1000)]
+    np.testing.assert_allclose(rates, [0, 3e-4, 6e-4, 3e-4, 0], atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 12])
+def test_short_runs_have_finite_rates(steps):
+    schedule = learning_rate_schedule(6e-4, steps)
+    assert all(np.isfinite(float(schedule(step))) for step in range(steps))
+
+
+def test_gradients_are_clipped_and_weights_do_not_decay():
+    optimizer = drafter_optimizer(optax.constant_schedule(0.1))
+    weights = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([7.0])}
+    state = optimizer.init(weights)
+    big = {"a": jnp.array([300.0, 400.0]), "b": jnp.array([0.0])}
+    updates, state = optimizer.update(big, state, weights)
+    moments = optax.tree.get(state, "mu")
+    np.testing.assert_allclose(moments["a"], [0.06, 0.08], rtol=1e-5)
+    assert updates["b"] == 0
