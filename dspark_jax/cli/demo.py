@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -18,13 +19,29 @@ from dspark_jax.decode.request import MAX_LOGPROBS, Completion, Request, Samplin
 from dspark_jax.decode.session import Generator
 
 CONTEXT_STEP = 64
+RECHECKED = 3
+"""Answers that part in bfloat16 and are decoded again in float32, at most."""
+BEYOND = 16
+"""Tokens decoded again beyond the place where two answers parted."""
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arms:
+    """The two ways of decoding one target, and the prompts encoded for it."""
+
+    target: LoadedTarget
+    plain: Generator
+    dspark: Generator
+    prompts: list[list[int]]
 
 
 def demo(
     *,
     target: str = "smollm2-135m",
     drafter: str = "smollm2-135m-dspark",
-    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     max_new_tokens: int = 128,
     k: int | None = None,
 ) -> int:
@@ -38,65 +55,74 @@ def demo(
         k: drafts in a block; the default is the drafter's block size.
 
     Returns:
-        0, also where bfloat16 rounding made the answers part; 1 if they part in float32.
+        0, or 1 if the answers part in float32; bfloat16 rounding may make them part.
     """
     console = Console()
     device = jax.devices()[0].device_kind
     console.print(f"[bold]{target}[/bold] with drafter [bold]{drafter}[/bold], {dtype}, {device}")
-    with console.status("loading"):
-        loaded = load_target(target, dtype)
-        pair = load_drafter(
-            drafter,
-            (loaded.config, loaded.weights),
-            dtype,
-            stop_token_ids=loaded.stop_token_ids,
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        with console.status("loading"):
+            arms = open_arms(target, drafter, dtype, k, max_new_tokens)
+        pairs, sample = decode_pairs(arms, max_new_tokens, console)
+        question = next(iter(PROMPTS.values()))[0]
+        console.print(f"\n[bold]{question}[/bold]\n{sample.strip()}\n", highlight=False)
+        console.print(comparison_table(pairs))
+        console.print(
+            f"Temperature 0, batch 1, {max_new_tokens} new tokens at most. tokens/s counts the "
+            "whole call, prompt included; compilation and warm-up are left out. Accepted length "
+            "is tokens a step; plain decoding has 1.",
+            style="dim",
         )
-    prompts = [(kind, text) for kind, texts in PROMPTS.items() for text in texts]
-    encoded = [encode(loaded, text) for _, text in prompts]
-    needed = max(map(len, encoded)) + max_new_tokens + 1
-    context = -(-needed // CONTEXT_STEP) * CONTEXT_STEP
-    plain = Generator(loaded, max_context=context)
-    dspark = Generator(loaded, pair, mode="static", k=k, max_context=context)
-
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
-    pairs, sample = [], ""
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        compiling = progress.add_task("compiling and warming up", total=2)
-        for session in (plain, dspark):
-            answer(session, encoded[0], 8)
-            progress.advance(compiling)
-        running = progress.add_task("answering", total=2 * len(prompts))
-        for (kind, text), ids in zip(prompts, encoded, strict=True):
-            timed = []
-            for session in (plain, dspark):
-                timing, completion = answer(session, ids, max_new_tokens)
-                timed.append(timing)
-                progress.advance(running)
-            sample = sample or (completion.text or "")
-            pairs.append(Pair(kind, text, *timed))
-
-    console.print(f"\n[bold]{prompts[0][1]}[/bold]\n{sample.strip()}\n", highlight=False)
-    console.print(comparison_table(pairs))
-    console.print(
-        f"Temperature 0, batch 1, {max_new_tokens} new tokens at most. tokens/s counts the whole "
-        "call, prompt included; compilation and warm-up are left out. Accepted length is tokens a "
-        "step; plain decoding has 1.",
-        style="dim",
-    )
-    parted = [pair for pair in pairs if first_difference(*outputs(pair)) is not None]
-    if not parted:
-        console.print(f"[bold green]EXACT[/bold green]: all {len(pairs)} answers are the same")
-        return 0
-    console.print(f"[bold yellow]{len(parted)} of {len(pairs)} answers part[/bold yellow]:")
-    for pair in parted:
-        console.print("  " + describe_parting(plain, encode(loaded, pair.prompt), pair))
+        parted = {
+            index: place
+            for index, pair in enumerate(pairs)
+            if (place := first_difference(pair.plain.token_ids, pair.dspark.token_ids)) is not None
+        }
+        if not parted:
+            console.print(f"[bold green]EXACT[/bold green]: all {len(pairs)} answers are the same")
+            return 0
+        console.print(f"[bold yellow]{len(parted)} of {len(pairs)} answers part[/bold yellow]:")
+        for index, place in parted.items():
+            console.print(
+                f"  {pairs[index].category}: {describe_parting(arms, index, pairs[index], place)}",
+                highlight=False,
+            )
     if dtype == "float32":
         return 1
     console.print(
-        "bfloat16 keeps about 3 digits, and one row rounds otherwise than eight: two tokens that "
-        "close may swap. With --dtype float32 the answers are the same."
+        "bfloat16 keeps about 3 digits, and one row may round otherwise than several: where two "
+        "tokens are that close, either may win."
     )
-    return 0
+    with jax.default_matmul_precision("highest"), console.status("the same in float32"):
+        exact = parted_answers_agree(
+            open_arms(target, drafter, "float32", k, max_new_tokens), parted
+        )
+    count = min(len(parted), RECHECKED)
+    if exact:
+        console.print(
+            f"[bold green]EXACT[/bold green] in float32: {count} of them, decoded again past the "
+            "place where they part, are the same"
+        )
+        return 0
+    console.print("[bold red]DIFFERENT[/bold red] in float32 as well")
+    return 1
+
+
+def open_arms(target: str, drafter: str, dtype: Dtype, k: int | None, tokens: int) -> Arms:
+    """Load both models once for both arms, with room for every prompt and ``tokens`` more."""
+    loaded = load_target(target, dtype)
+    pair = load_drafter(
+        drafter, (loaded.config, loaded.weights), dtype, stop_token_ids=loaded.stop_token_ids
+    )
+    prompts = [encode(loaded, text) for texts in PROMPTS.values() for text in texts]
+    needed = max(map(len, prompts)) + tokens + 1
+    context = -(-needed // CONTEXT_STEP) * CONTEXT_STEP
+    return Arms(
+        loaded,
+        Generator(loaded, max_context=context),
+        Generator(loaded, pair, mode="static", k=k, max_context=context),
+        prompts,
+    )
 
 
 def encode(target: LoadedTarget, prompt: str) -> list[int]:
@@ -110,6 +136,27 @@ def encode(target: LoadedTarget, prompt: str) -> list[int]:
     if target.text.has_template:
         return target.text.chat_ids([{"role": "user", "content": prompt}])
     return target.text.encode(prompt)
+
+
+def decode_pairs(arms: Arms, tokens: int, console: Console) -> tuple[list[Pair], str]:
+    """Every prompt by both arms in turn, timed, and the text of the first answer."""
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
+    kinds = [kind for kind, texts in PROMPTS.items() for _ in texts]
+    pairs, sample = [], ""
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        compiling = progress.add_task("compiling and warming up", total=2)
+        for session in (arms.plain, arms.dspark):
+            answer(session, arms.prompts[0], min(tokens, 8))
+            progress.advance(compiling)
+        answering = progress.add_task("answering", total=2 * len(kinds))
+        for kind, ids in zip(kinds, arms.prompts, strict=True):
+            plain, _ = answer(arms.plain, ids, tokens)
+            progress.advance(answering)
+            dspark, completion = answer(arms.dspark, ids, tokens)
+            progress.advance(answering)
+            sample = sample or completion.text or ""
+            pairs.append(Pair(kind, plain, dspark))
+    return pairs, sample
 
 
 def answer(session: Generator, ids: Sequence[int], tokens: int) -> tuple[Answer, Completion]:
@@ -126,22 +173,30 @@ def answer(session: Generator, ids: Sequence[int], tokens: int) -> tuple[Answer,
     return Answer(completion.token_ids, seconds, len(completion.commits)), completion
 
 
-def outputs(pair: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of both arms."""
-    return pair.plain.token_ids, pair.dspark.token_ids
-
-
-def describe_parting(plain: Generator, ids: Sequence[int], pair: Pair) -> str:
-    """Where two answers part, and how much plain decoding preferred its own token there."""
-    index = first_difference(*outputs(pair))
-    assert index is not None
-    params = SamplingParams(max_new_tokens=index + 1, logprobs=MAX_LOGPROBS)
-    (again,) = plain.generate([Request(ids, params)])
+def describe_parting(arms: Arms, index: int, pair: Pair, place: int) -> str:
+    """How two answers part, and how much plain decoding preferred its own token there."""
+    params = SamplingParams(max_new_tokens=place + 1, logprobs=MAX_LOGPROBS)
+    (again,) = arms.plain.generate([Request(arms.prompts[index], params)])
     assert again.logprobs is not None
-    mine, other = again.token_ids[index], pair.dspark.token_ids[index]
-    found = dict(again.logprobs[index].top).get(other)
+    assert arms.target.text is not None
+    mine, other = (
+        repr(arms.target.text.decode([tokens[place]]))
+        for tokens in (pair.plain.token_ids, pair.dspark.token_ids)
+    )
+    logprob = dict(again.logprobs[place].top)
+    found = logprob.get(pair.dspark.token_ids[place])
     if found is None:
-        gap = f"which is not among the {MAX_LOGPROBS} best of plain decoding"
+        gap = f"not among the {MAX_LOGPROBS} best of plain decoding"
     else:
-        gap = f"whose logit is {again.logprobs[index].logprob - found:.3g} below"
-    return f"{pair.category}: at token {index}, plain takes {mine} and DSpark {other}, {gap}"
+        gap = f"whose logit is {logprob[pair.plain.token_ids[place]] - found:.2g} lower"
+    return f"at token {place}, plain takes {mine} and DSpark {other}, {gap}"
+
+
+def parted_answers_agree(arms: Arms, parted: dict[int, int]) -> bool:
+    """Whether both arms give the same tokens there, a little past where they parted."""
+    for index, place in list(parted.items())[:RECHECKED]:
+        plain, _ = answer(arms.plain, arms.prompts[index], place + BEYOND)
+        dspark, _ = answer(arms.dspark, arms.prompts[index], place + BEYOND)
+        if plain.token_ids != dspark.token_ids:
+            return False
+    return True

@@ -28,7 +28,6 @@ class Pair:
     """The same prompt answered by both arms."""
 
     category: str
-    prompt: str
     plain: Answer
     dspark: Answer
 

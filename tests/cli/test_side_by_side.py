@@ -38,7 +38,7 @@ def test_rates_weigh_every_token_and_not_every_answer():
 def test_the_table_has_a_row_a_category_and_one_for_all():
     def pair(category: str, seconds: float) -> Pair:
         plain = Answer((1,) * 20, 2.0, 20)
-        return Pair(category, "?", plain, Answer((1,) * 20, seconds, 8))
+        return Pair(category, plain, Answer((1,) * 20, seconds, 8))
 
     table = comparison_table([pair("code", 1.0), pair("facts", 2.0), pair("code", 1.0)])
     page = io.StringIO()
