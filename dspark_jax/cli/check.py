@@ -17,7 +17,10 @@ from dspark_jax.cli.check_rows import Row
 from dspark_jax.cli.check_target import check_folder, check_text_folder
 
 
-def check(directory: Annotated[Path, tyro.conf.Positional], target: str | None = None) -> int:
+def check(
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    target: Annotated[str | None, tyro.conf.arg(metavar="NAME|DIR|GGUF")] = None,
+) -> int:
     """Compare every recorded tensor of a folder with what this library computes, in fp32.
 
     Args:

@@ -28,29 +28,30 @@ class Row:
 
 def absolute(name: str, found: Any, wanted: Any, where: Any = True) -> Row:
     """Largest absolute difference, where the mask ``where`` is true."""
-    found, wanted = _same_shape(name, found, wanted)
-    error = np.abs(found.astype(np.float64) - wanted)
-    chosen = error[np.broadcast_to(where, error.shape)]
-    return Row(name, "absolute", float(chosen.max(initial=0.0)), ABSOLUTE_TOLERANCE)
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    if found.shape != wanted.shape:
+        return Row(name, _shapes(found, wanted), np.inf, ABSOLUTE_TOLERANCE)
+    error = np.abs(found - wanted)[np.broadcast_to(where, wanted.shape)]
+    return Row(name, "absolute", float(error.max(initial=0.0)), ABSOLUTE_TOLERANCE)
 
 
 def relative(name: str, found: Any, wanted: Any) -> Row:
-    """Largest difference relative to the recorded value (to 1 where that is below 1e-12)."""
-    found, wanted = _same_shape(name, found, wanted)
-    scale = np.where(np.abs(wanted) > 1e-12, np.abs(wanted), 1.0)
-    error = np.abs(found.astype(np.float64) - wanted) / scale
+    """Largest difference relative to the recorded value (to 1 where that is 0)."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    if found.shape != wanted.shape:
+        return Row(name, _shapes(found, wanted), np.inf, RELATIVE_TOLERANCE)
+    error = np.abs(found - wanted) / np.where(wanted == 0, 1.0, np.abs(wanted))
     return Row(name, "relative", float(error.max(initial=0.0)), RELATIVE_TOLERANCE)
 
 
 def identical(name: str, found: Any, wanted: Any, where: Any = True) -> Row:
     """Number of entries that differ, where the mask ``where`` is true."""
-    found, wanted = _same_shape(name, found, wanted)
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    if found.shape != wanted.shape:
+        return Row(name, _shapes(found, wanted), np.inf, 0.0)
     differing = (found != wanted) & np.broadcast_to(where, wanted.shape)
     return Row(name, "differing entries", float(differing.sum()), 0.0)
 
 
-def _same_shape(name: str, found: Any, wanted: Any) -> tuple[np.ndarray, np.ndarray]:
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    if found.shape != wanted.shape:
-        raise ValueError(f"{name}: computed shape {found.shape}, recorded shape {wanted.shape}")
-    return found, wanted
+def _shapes(found: np.ndarray, wanted: np.ndarray) -> str:
+    return f"shape {found.shape}, recorded {wanted.shape}"

@@ -58,9 +58,12 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
     for index, entry in enumerate(chat):
         ids = target.text.chat_ids([{"role": "user", "content": entry["prompt"]}])
         rows.append(identical(f"chat[{index}].prompt_ids", ids, entry["prompt_ids"]))
-    answers = greedy(target, [e["prompt_ids"] for e in chat], len(chat[0]["greedy"]))
+    longest = max(len(entry["greedy"]) for entry in chat)
+    answers = greedy(target, [entry["prompt_ids"] for entry in chat], longest)
     for index, entry in enumerate(chat):
-        rows.append(identical(f"chat[{index}].greedy", answers[index], entry["greedy"]))
+        # An answer that was recorded up to its stop token goes on in ``answers``.
+        answer = answers[index][: len(entry["greedy"])]
+        rows.append(identical(f"chat[{index}].greedy", answer, entry["greedy"]))
 
     golden = load_file(directory / "logits.safetensors")
     tokens = golden["prompt_ids"].astype(np.int32)[None]
