@@ -125,10 +125,12 @@ class Run:
             self._state = self._programs.clear(self._state, part)
 
     def _abort(self) -> None:
+        """Keep what there is. Nothing more is shown or announced: the user asked for quiet."""
         status = self._programs.status(self._state)
         slots = list(self._running)
         for slot, row in self._programs.read(self._state, slots).items():
-            self._finish(slot, self._answer(self._running[slot], row, status, slot))
+            job = self._running[slot]
+            self._done[job.index] = self._answer(job, row, status, slot)
         while self._waiting:
             job = self._waiting.popleft()
             text = None if self._text is None else ""

@@ -158,7 +158,8 @@ class Generator:
         Args:
             requests: any number; those beyond ``batch`` wait for a free slot.
             on_text: called with pieces of text as they become certain; one request only.
-            on_completion: called with the index and the answer of each request as it ends.
+            on_completion: called with the index and the answer of each request as it ends;
+                an aborted one has not ended.
 
         Raises:
             ValueError: a request that cannot be answered; nothing has been compiled or run.

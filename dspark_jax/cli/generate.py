@@ -1,0 +1,271 @@
+"""`dspark generate`: answer one prompt on the terminal, or a file of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from json import JSONDecodeError, dumps, loads
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from dspark_jax.checkpoints.drafter import load_drafter
+from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.decode.config import Mode, Policy
+from dspark_jax.decode.request import Completion, Request, SamplingParams
+from dspark_jax.decode.session import DEFAULT_CONTEXT, Generator
+from dspark_jax.text.text import Text
+
+INTERRUPTED = 130
+CONTEXT_STEP = 64
+
+
+def generate(
+    *,
+    target: str,
+    drafter: str = "none",
+    prompt: str | None = None,
+    prompts: Path | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    logprobs: int | None = None,
+    mode: Mode | None = None,
+    k: int | None = None,
+    policy: Policy = "lagged",
+    allow_biased: bool = False,
+    cost_table: Path | None = None,
+    calibration: Path | None = None,
+    max_context: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    batch: int = 8,
+    json: Annotated[Path | None, tyro.conf.arg(metavar="OUT")] = None,
+    all_turns: bool = False,
+    raw: bool = False,
+) -> int:
+    """Decode prompts with a target and a drafter.
+
+    Args:
+        target: smollm2-135m, a Hugging Face folder or id, or a .gguf file.
+        drafter: a drafter folder, the name of a shipped one, or none.
+        prompt: one prompt; its answer streams to the terminal.
+        prompts: a JSON Lines file; each line holds `turns` (user messages, answered through the
+            chat template) or `prompt` (raw text).
+        max_new_tokens: tokens to answer with at most.
+        temperature: 0 is greedy.
+        top_k: most likely tokens to draw from; 0 is off.
+        top_p: probability mass to draw from; 1 is off.
+        seed: makes sampling repeatable; prompt i of a file uses seed + i.
+        stop: text that ends an answer; may be repeated.
+        stop_token_ids: ids that end an answer beside the model's own.
+        logprobs: report each token's logprob and this many alternatives.
+        mode: what is verified and committed; the default follows from the drafter.
+        k: drafts in a block; the default is the drafter's block size.
+        policy: which confidences decide how much is verified.
+        allow_biased: consent to policy fresh at temperatures above 0.
+        cost_table: measured step costs; without them every draft is verified.
+        calibration: temperatures of the confidence head.
+        max_context: tokens of prompt and answer together; the default fits the prompts.
+        dtype: of weights and caches.
+        batch: prompts decoded together.
+        json: write one line a prompt, in order: prompt_ids, token_ids, text, finish_reason,
+            accepted_length, windows, and logprobs when asked for.
+        all_turns: answer every turn of a prompt, not only the first.
+        raw: send --prompt as it is, without the chat template.
+
+    Returns:
+        0, or 130 after Ctrl-C.
+    """
+    if (prompt is None) == (prompts is None):
+        raise ValueError("give one of --prompt TEXT and --prompts FILE.jsonl")
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
+    )
+    if prompts is not None:
+        lines = read_prompts(prompts)
+    else:
+        lines = [{"prompt": prompt} if raw else {"turns": [prompt or ""]}]
+    loaded = load_target(target, dtype)
+    text = loaded.text
+    if text is None:
+        raise ValueError(f"target {target} has no tokenizer, so it cannot read text prompts")
+    if prompt is not None and not text.has_template:
+        lines = [{"prompt": prompt}]
+    first = [_encode(text, line, _messages(line, 0, [])) for line in lines]
+    pair = None
+    if drafter != "none":
+        pair = load_drafter(
+            drafter,
+            (loaded.config, loaded.weights),
+            dtype,
+            stop_token_ids=loaded.stop_token_ids,
+        )
+    turns = max(len(line.get("turns", "1")) for line in lines) if all_turns else 1
+    if max_context is None:
+        limit = loaded.config.max_position_embeddings
+        needed = max(map(len, first)) + max_new_tokens + 1
+        needed = -(-needed // CONTEXT_STEP) * CONTEXT_STEP
+        max_context = min(limit, needed if turns == 1 else max(needed, DEFAULT_CONTEXT))
+    session = Generator(
+        loaded,
+        pair,
+        batch=min(batch, len(lines)),
+        max_context=max_context,
+        mode=mode,
+        k=k,
+        policy=policy,
+        allow_biased=allow_biased,
+        costs=cost_table,
+        calibration=calibration,
+    )
+    with ExitStack() as stack:
+        out = stack.enter_context(json.open("w")) if json is not None else None
+        answers = _answer_turns(session, text, lines, first, params, turns)
+        for own in answers:
+            if out is not None:
+                _write(out, own, logprobs is not None)
+            elif len(lines) > 1:
+                print(own[-1].text)
+    if any(answer.finish_reason == "abort" for own in answers for answer in own):
+        return INTERRUPTED
+    return 0
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Lines of a prompt file, each with a list of strings ``turns`` or a string ``prompt``.
+
+    Raises:
+        ValueError: an empty file, a line that is no such object; names the line.
+    """
+    lines = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = loads(line)
+        except JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        found = entry if isinstance(entry, dict) else {}
+        turns, prompt = found.get("turns"), found.get("prompt")
+        chat = isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)
+        if not chat and not isinstance(prompt, str):
+            raise ValueError(
+                f"{path}, line {number}: wanted turns (a list of strings) or prompt (a string), "
+                f"found {line[:80]}"
+            )
+        lines.append({"turns": turns} if chat else {"prompt": prompt})
+    if not lines:
+        raise ValueError(f"{path} holds no prompt")
+    return lines
+
+
+def _messages(
+    line: dict[str, Any], turn: int, answers: Sequence[Completion]
+) -> list[dict[str, str]]:
+    """The conversation up to the user's turn number ``turn``; empty for a raw prompt."""
+    messages = []
+    for index, user in enumerate(line.get("turns", [])[: turn + 1]):
+        messages.append({"role": "user", "content": user})
+        if index < turn:
+            messages.append({"role": "assistant", "content": answers[index].text or ""})
+    return messages
+
+
+def _encode(text: Text, line: dict[str, Any], messages: list[dict[str, str]]) -> list[int]:
+    return text.chat_ids(messages) if messages else text.encode(line["prompt"])
+
+
+def _answer_turns(
+    session: Generator,
+    text: Text,
+    lines: Sequence[dict[str, Any]],
+    first: Sequence[list[int]],
+    params: SamplingParams,
+    turns: int,
+) -> list[list[Completion]]:
+    """Every prompt's answers, a round of generation for each turn."""
+    answers: list[list[Completion]] = [[] for _ in lines]
+    for turn in range(turns):
+        asked = [
+            index
+            for index, line in enumerate(lines)
+            if turn == 0 or (turn < len(line.get("turns", [])) and not _aborted(answers[index]))
+        ]
+        requests = []
+        for index in asked:
+            line, own = lines[index], answers[index]
+            ids = first[index] if turn == 0 else _encode(text, line, _messages(line, turn, own))
+            requests.append(Request(ids, _seeded(params, index + turn * len(lines))))
+        for index, completion in zip(
+            asked, _run(session, requests, stream=len(lines) == 1), strict=True
+        ):
+            answers[index].append(completion)
+    return answers
+
+
+def _run(session: Generator, requests: Sequence[Request], *, stream: bool) -> list[Completion]:
+    """Generate with the text of the one answer, or a progress bar over many, on the terminal."""
+    if stream:
+
+        def show(piece: str) -> None:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+        found = session.generate(requests, on_text=show)
+        print()
+        return found
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("prompts", total=len(requests))
+        return session.generate(requests, on_completion=lambda *_: progress.advance(task))
+
+
+def _seeded(params: SamplingParams, index: int) -> SamplingParams:
+    if params.seed is None:
+        return params
+    return dataclasses.replace(params, seed=(params.seed + index) % 2**32)
+
+
+def _aborted(answers: Sequence[Completion]) -> bool:
+    return any(answer.finish_reason == "abort" for answer in answers)
+
+
+def _record(answer: Completion, logprobs: bool) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "prompt_ids": answer.prompt_ids,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "accepted_length": answer.accepted_length,
+        "windows": answer.windows,
+    }
+    if logprobs:
+        record["logprobs"] = [
+            {"token_id": one.token_id, "logprob": one.logprob, "top": one.top}
+            for one in answer.logprobs or ()
+        ]
+    return record
+
+
+def _write(out: TextIO, answers: Sequence[Completion], logprobs: bool) -> None:
+    """One line: the last answer, with those of earlier turns under ``earlier``."""
+    record = _record(answers[-1], logprobs)
+    if len(answers) > 1:
+        record["earlier"] = [_record(answer, logprobs) for answer in answers[:-1]]
+    out.write(dumps(record, ensure_ascii=False) + "\n")
