@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dspark_jax.checkpoints.target import rope_settings
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.validate import check_config
+from dspark_jax.drafter.validate import DrafterMismatch, check_config
 
 Dialect = Literal["deepspec", "speculators"]
 
@@ -104,7 +104,10 @@ def drafter_config(
         confidence_head_with_markov=bool(fields.get("confidence_head_with_markov", False)),
         sliding_window=_sliding_window(fields, where),
     )
-    check_config(config)
+    try:
+        check_config(config)
+    except DrafterMismatch as error:
+        raise DrafterMismatch(f"{where}: {error}") from error
     return config
 
 

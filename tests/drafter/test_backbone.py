@@ -89,7 +89,3 @@ def test_any_depth_and_block_size_is_finite_in_bf16(make_drafter, depth, block_s
     assert hidden.shape == (1, 2, block_size, drafter.config.hidden_size)
     assert hidden.dtype == jnp.bfloat16
     assert jnp.isfinite(hidden.astype(jnp.float32)).all()
-    exact = make_drafter(num_hidden_layers=depth, block_size=block_size)
-    np.testing.assert_allclose(
-        hidden.astype(jnp.float32), blocks_at(exact, taps.astype(jnp.float32), [[0, 7]]), atol=0.2
-    )

@@ -28,6 +28,17 @@ def filled(config, value):
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), empty)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def hidden_at_once(config, weights, taps):
+    """The block with anchor 2 after all of ``taps``, without a cache."""
+    rows = taps.shape[0]
+    features = context_features(config, weights, taps)[None]
+    context = context_kv(config, weights, features, jnp.arange(rows)[None])
+    tokens = jnp.full((1, 1, config.block_size), config.mask_token_id).at[..., 0].set(2)
+    embedded = dspark.embed_tokens(weights, weights.embed, tokens)
+    return block_hidden_from_context(config, weights, embedded, context, jnp.array([[rows]]))
+
+
 def test_dropped_rows_write_nothing_even_when_they_hold_nan(make_drafter):
     drafter = make_drafter()
     cache = filled(drafter.config, 7.0)
@@ -85,12 +96,7 @@ def test_context_built_in_pieces_equals_context_built_at_once(make_drafter, chun
         )
         done += size
     hidden = block_hidden(config, weights, None, cache, jnp.array([1, 2, 3]), jnp.array([0, 9, 0]))
-    at_once = context_kv(
-        config, weights, context_features(config, weights, taps)[None], jnp.arange(9)[None]
-    )
-    tokens = jnp.full((1, 1, config.block_size), config.mask_token_id).at[..., 0].set(2)
-    embedded = dspark.embed_tokens(weights, None, tokens)
-    wanted = block_hidden_from_context(config, weights, embedded, at_once, jnp.array([[9]]))
+    wanted = hidden_at_once(config, weights, taps)
     np.testing.assert_allclose(hidden[1], wanted[0, 0], atol=2e-6)
 
 
