@@ -1,6 +1,7 @@
 """Targets from GGUF files, written here from the tiny reference models."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -39,7 +40,7 @@ def write_gguf(
     model: str,
     *,
     theta: float | None = None,
-    metadata: dict[str, int | str] | None = None,
+    metadata: Mapping[str, int | str] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
@@ -65,8 +66,11 @@ def write_gguf(
         f"{architecture}.rope.freq_base", theta or raw["rope_parameters"]["rope_theta"]
     )
     for key, value in (metadata or {}).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(key if "." in key and key.startswith("tokenizer") else f"{architecture}.{key}", value)
+        full = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        if isinstance(value, str):
+            writer.add_string(full, value)
+        else:
+            writer.add_uint32(full, value)
     for name, values in load_file(folder / "model.safetensors").items():
         if architecture == "llama" and "q_proj" in name:
             values = interleaved(values, raw["num_attention_heads"])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import ArrayLike
 from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
@@ -37,11 +38,11 @@ def empty_cache(target: LoadedTarget, slots: int) -> DenseCache:
     return dense.init_cache(target.config, slots, CAPACITY, jnp.float32)
 
 
-def whole(tokens: np.ndarray, slots: np.ndarray | None = None) -> Packed:
+def whole(tokens: ArrayLike, slots: jax.Array | None = None) -> Packed:
     """Every row of ``tokens`` from position 0."""
-    tokens = jnp.asarray(tokens, jnp.int32)
-    count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-    return rectangle(tokens, jnp.zeros_like(count), count, slots)
+    rows = jnp.asarray(tokens, jnp.int32)
+    count = jnp.full(rows.shape[0], rows.shape[1], jnp.int32)
+    return rectangle(rows, jnp.zeros_like(count), count, slots)
 
 
 def prefilled(target: LoadedTarget, tokens: np.ndarray) -> DenseCache:
@@ -89,7 +90,13 @@ def test_taps_come_in_the_order_asked(target, golden):
 @pytest.mark.parametrize("tap", [-2, 99])
 def test_a_tap_outside_the_model_is_refused(target, tap):
     with pytest.raises(ValueError, match=rf"tap {tap} .*wanted -1"):
-        forward(target.config, target.weights, empty_cache(target, 1), whole([[1]]), taps=(tap,))
+        forward(
+            target.config,
+            target.weights,
+            empty_cache(target, 1),
+            whole(np.ones((1, 1))),
+            taps=(tap,),
+        )
 
 
 def test_greedy_tokens_agree_one_at_a_time(target, golden):
@@ -230,6 +237,7 @@ def test_a_donated_cache_is_updated_in_place(target, golden):
     batch = whole(golden["input_ids"][:, :4])
     step = jax.jit(dense.forward, static_argnums=0, static_argnames="taps", donate_argnums=2)
     text = step.lower(target.config, target.weights, cache, batch, taps=()).compile().as_text()
+    assert text is not None
     shape = "f32[" + ",".join(map(str, cache.keys[0].shape)) + "]"
     assert text.count("may-alias") + text.count("must-alias") >= 2 * len(cache.keys)
     assert shape in text
