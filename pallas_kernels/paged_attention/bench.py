@@ -81,8 +81,8 @@ def wide(
 ) -> jax.Array:
     """The operation in fp32 throughout."""
     with jax.default_matmul_precision("highest"):
-        upcast = (operand.astype(jnp.float32) for operand in (query, keys, values))
-        return reference.paged_attention(*upcast, position, slots)
+        query, keys, values = (x.astype(jnp.float32) for x in (query, keys, values))
+        return reference.paged_attention(query, keys, values, position, slots)
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:

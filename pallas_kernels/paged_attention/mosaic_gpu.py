@@ -29,7 +29,10 @@ HEAD_DIMS = (64, 128)
 
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_SWIZZLED = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 # Below any score, yet finite: the difference of two of them is 0 and not NaN.
 _LOWEST = -1e30
 # Blocks a launch should have before it stops splitting the keys: one for each multiprocessor.

@@ -29,28 +29,27 @@ def paged_attention(
     else:
         present = (slots >= 0) & (slots < slot_count)
         limit = jnp.where(present[:, None], position, -1)
-        rows = jnp.where(present, slots, 0)
-        keys, values = keys[rows], values[rows]
+        slots = jnp.where(present, slots, 0)
+        keys, values = keys[slots], values[slots]
 
     index = jnp.arange(capacity, dtype=jnp.int32)
     live = index <= limit.max(axis=1, keepdims=True)
     # A weight of zero does not silence a NaN, so rows nobody may read are zeroed themselves.
     values = jnp.where(live[:, None, :, None], values, 0)
 
-    grouped = query.reshape(requests, width, kv_heads, group, head_dim)
-    scores = jnp.einsum("awnge,anke->anwgk", grouped, keys, preferred_element_type=jnp.float32)
+    # Query rows of one key/value head together, so that both products are batches of matrices.
+    rows = query.reshape(requests, width, kv_heads, group, head_dim)
+    rows = rows.transpose(0, 2, 1, 3, 4).reshape(requests, kv_heads, width * group, head_dim)
+    scores = jnp.einsum("anqe,anke->anqk", rows, keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(head_dim))
-    visible = (index <= limit[:, :, None])[:, None, :, None, :]
+    visible = index <= jnp.repeat(limit, group, axis=1)[:, None, :, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     top = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
     weights = jnp.exp(scores - top)
-    total = weights.sum(axis=-1)
+    total = weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum(
-        "anwgk,anke->anwge",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=jnp.float32,
+        "anqk,anke->anqe", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    out = out.transpose(0, 2, 1, 3, 4).reshape(query.shape)
-    return out.astype(query.dtype)
+    out = (out / jnp.where(total > 0, total, 1)).astype(query.dtype)
+    out = out.reshape(requests, kv_heads, width, group, head_dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(query.shape)
