@@ -30,7 +30,7 @@ class LoadedTarget:
     """
 
     config: DenseConfig
-    weights: DenseWeights
+    weights: DenseWeights = dataclasses.field(repr=False)
     text: Text | None
     stop_token_ids: tuple[int, ...]
     name: str
