@@ -139,7 +139,9 @@ def _typed(value: Any, wanted: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"{where} is {value!r}; wanted one of {', '.join(map(str, arguments))}")
+            raise ValueError(
+                f"{where} is {value!r}; wanted one of {', '.join(map(str, arguments))}"
+            )
         return value
     if origin in (types.UnionType, typing.Union):
         plain = next(argument for argument in arguments if argument is not type(None))

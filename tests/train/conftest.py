@@ -39,7 +39,9 @@ class Recorded:
 def read_recorded(name: str) -> Recorded:
     folder = GOLDEN / name
     config = drafter_config(json.loads((folder / "config.json").read_text()), folder)
-    tensors = {key: jnp.asarray(value) for key, value in load_file(folder / "golden.safetensors").items()}
+    tensors = {
+        key: jnp.asarray(value) for key, value in load_file(folder / "golden.safetensors").items()
+    }
     return Recorded(
         config=config,
         weights=read_deepspec(config, DrafterTensors(SafetensorsSource(folder), folder), None),

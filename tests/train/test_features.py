@@ -1,5 +1,6 @@
 """Online features equal those of the decoding forward, and padding does not reach them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dspark_jax.models.ragged import rectangle
 from train.features import target_features
 
 TAPS = (-1, 0, 1)
+features = jax.jit(target_features, static_argnums=(0, 3))
 
 
 @pytest.mark.parametrize("name", ["llama_tiny", "qwen3_tiny"])
@@ -17,7 +19,7 @@ def test_features_equal_those_of_the_cached_forward(name, request):
     target = load_target(request.path.parents[1] / "golden" / name, jnp.float32)
     config, weights = target.config, target.weights
     tokens = jnp.arange(40).reshape(2, 20) * 7 % config.vocab_size
-    taps, last = target_features(config, weights, tokens, TAPS)
+    taps, last = features(config, weights, tokens, TAPS)
     cache = dense.init_cache(config, 2, 20, jnp.float32)
     packed = rectangle(tokens, jnp.zeros(2, jnp.int32), jnp.full(2, 20))
     expected_last, expected_taps, _ = dense.forward(config, weights, cache, packed, taps=TAPS)
@@ -29,8 +31,7 @@ def test_padding_at_the_end_changes_no_feature_before_it(tiny_target):
     tokens = jnp.arange(20)[None] + 20
     padded = tokens.at[:, 12:].set(0)
     whole, cut = (
-        target_features(tiny_target.config, tiny_target.weights, ids, TAPS)
-        for ids in (tokens, padded)
+        features(tiny_target.config, tiny_target.weights, ids, TAPS) for ids in (tokens, padded)
     )
     for one, other in zip(whole, cut, strict=True):
         np.testing.assert_array_equal(one[:, :12], other[:, :12])

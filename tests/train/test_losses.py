@@ -15,10 +15,12 @@ from train.losses import (
     position_weights,
 )
 
+loss_of = jax.jit(dspark_loss, static_argnums=5)
+
 
 def of(recorded, config=None, **changed):
     tensors = recorded.tensors | changed
-    return dspark_loss(
+    return loss_of(
         tensors["draft_logits"],
         tensors["aligned_target_logits"],
         tensors["target_ids"],
