@@ -43,9 +43,9 @@ def paged_attention(
     scores = jnp.einsum("anqe,anke->anqk", rows, keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(head_dim))
     visible = index <= jnp.repeat(limit, group, axis=1)[:, None, :, None]
-    scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - top)
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(scores - top), 0)
     total = weights.sum(axis=-1, keepdims=True)
     out = jnp.einsum(
         "anqk,anke->anqe", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
