@@ -39,9 +39,9 @@ def paged_attention(
             zeros.
         slots: cache slot of each request; a request with a slot outside ``0..S-1`` is padding
             and gets zeros. None when request a is slot a (then A = S).
-        implementation: ``"xla"`` runs anywhere and can be differentiated; ``"mosaic"`` needs a
-            Hopper GPU, bf16, E of 64 or 128, ``W * H / N <= 64`` and K a multiple of 64. None
-            takes mosaic where it can run and xla elsewhere.
+        implementation: ``"xla"`` runs anywhere and can be differentiated if every cache row is
+            finite; ``"mosaic"`` needs a Hopper GPU, bf16, E of 64 or 128, ``W * H / N <= 64``
+            and K a multiple of 64. None takes mosaic where it can run and xla elsewhere.
 
     Returns:
         ``[A, W, H, E]`` in the dtype of ``query``.
