@@ -36,6 +36,7 @@ def check(
     with jax.default_matmul_precision("highest"):
         rows = compare(directory, target)
     table = Table("tensor", "largest error", "tolerance", "measure", "")
+    table.columns[0].no_wrap = True
     for row in rows:
         verdict = "ok" if row.agrees else "[red]DIFFERS[/red]"
         table.add_row(row.name, f"{row.error:.3g}", f"{row.tolerance:.3g}", row.measure, verdict)

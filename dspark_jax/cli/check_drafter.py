@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints.drafter import load_drafter
@@ -72,26 +72,10 @@ def check_speculators(directory: Path, target: Path | str | None) -> list[Row]:
     ]
 
 
-def greedy_round(
-    config: DrafterConfig,
-    weights: DrafterWeights,
-    context: Any,
-    taps: Float[Array, "T nDt"],
-    first: int,
-    anchor: Int[Array, "1"],
-) -> tuple[Any, dict[str, Array]]:
-    """Commit the context rows ``first ..`` of slot 0, then draft one greedy block after them.
-
-    Returns the context and, by the names of the recorded tensors, what the round computed.
-    """
-    return _greedy_round(config, weights, context, taps, jnp.asarray(first), anchor)
-
-
 def _training_rows(
     config: DrafterConfig, weights: DrafterWeights, golden: dict[str, np.ndarray], metrics: Any
 ) -> list[Row]:
-    from train.forward import Sequences, block_logits, draft_blocks, frozen_logits
-    from train.losses import LossConfig, dspark_loss
+    from train.forward import Sequences
 
     keep = golden["block_keep"]
     batch = Sequences(
@@ -101,11 +85,8 @@ def _training_rows(
         last_hidden=jnp.asarray(golden["target_last_hidden_states"]),
     )
     anchors = jnp.asarray(golden["anchors"], jnp.int32)
-    blocks = draft_blocks(config, weights, weights.embed, batch, anchors, jnp.asarray(keep))
-    logits, confidence = block_logits(config, weights, weights.lm_head, blocks)
-    target_logits = frozen_logits(blocks.target_hidden, weights.lm_head)
-    terms = dspark_loss(
-        logits, target_logits, blocks.target_ids, confidence, blocks.mask, LossConfig()
+    blocks, logits, target_logits, confidence, terms = _training_forward(
+        config, weights, batch, anchors, jnp.asarray(keep)
     )
     # Dummy blocks attend to nothing in the reference; their numbers are never used.
     real = keep[..., None]
@@ -136,16 +117,40 @@ def _round_rows(
     config: DrafterConfig, weights: DrafterWeights, golden: dict[str, np.ndarray]
 ) -> list[Row]:
     tokens, taps = golden["input_ids"][0], golden["target_hidden_states"][0]
+    ranges = {name: golden[f"{name}.ctx_range"].tolist() for name in ("round0", "round1")}
+    widest = max(end - first for first, end in ranges.values())
     context = config.family.init_context(config, 1, len(tokens), weights.fc.dtype)
     rows = []
-    for name in ("round0", "round1"):
-        first, end = golden[f"{name}.ctx_range"].tolist()
+    for name, (first, end) in ranges.items():
+        # One compiled round serves both: rows past the end belong to no slot and are dropped.
+        new = np.full((widest, taps.shape[1]), np.nan, np.float32)
+        new[: end - first] = taps[first:end]
         anchor = jnp.asarray(tokens[end : end + 1], jnp.int32)
-        context, found = greedy_round(config, weights, context, taps[first:end], first, anchor)
+        context, found = _greedy_round(config, weights, context, new, first, end, anchor)
         for key, value in found.items():
             compare = identical if key == "tokens" else absolute
             rows.append(compare(f"{name}.{key}", value, golden[f"{name}.{key}"]))
     return rows
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _training_forward(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    batch: Any,
+    anchors: Int[Array, "B A"],
+    keep: Bool[Array, "B A"],
+) -> tuple[Any, Array, Array, Array | None, Any]:
+    from train.forward import block_logits, draft_blocks, frozen_logits
+    from train.losses import LossConfig, dspark_loss
+
+    blocks = draft_blocks(config, weights, weights.embed, batch, anchors, keep)
+    logits, confidence = block_logits(config, weights, weights.lm_head, blocks)
+    target_logits = frozen_logits(blocks.target_hidden, weights.lm_head)
+    terms = dspark_loss(
+        logits, target_logits, blocks.target_ids, confidence, blocks.mask, LossConfig()
+    )
+    return blocks, logits, target_logits, confidence, terms
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -178,14 +183,18 @@ def _greedy_round(
     context: Any,
     taps: Float[Array, "T nDt"],
     first: Int[Array, ""],
+    end: Int[Array, ""],
     anchor: Int[Array, "1"],
 ) -> tuple[Any, dict[str, Array]]:
+    """Commit the context rows ``first .. end - 1`` of slot 0, then draft one greedy block.
+
+    Returns the context and, by the names of the recorded tensors, what the round computed.
+    """
     family = config.family
-    rows = taps.shape[0]
-    position = first + jnp.arange(rows)
-    slot = jnp.zeros(rows, jnp.int32)
+    position = first + jnp.arange(taps.shape[0])
+    slot = jnp.where(position < end, 0, 1)
     context = family.commit_context(config, weights, context, taps, slot, position)
-    start = first[None] + rows
+    start = jnp.asarray(end)[None]
     hidden = family.block_hidden(config, weights, weights.embed, context, anchor, start)
     base = family.base_logits(config, weights, weights.lm_head, hidden)
     state, previous = family.start_walk(config, weights, 1), anchor

@@ -50,7 +50,7 @@ def identical(name: str, found: Any, wanted: Any, where: Any = True) -> Row:
     if found.shape != wanted.shape:
         return Row(name, _shapes(found, wanted), np.inf, 0.0)
     differing = (found != wanted) & np.broadcast_to(where, wanted.shape)
-    return Row(name, "differing entries", float(differing.sum()), 0.0)
+    return Row(name, "differing", float(differing.sum()), 0.0)
 
 
 def _shapes(found: np.ndarray, wanted: np.ndarray) -> str:

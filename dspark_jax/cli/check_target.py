@@ -78,7 +78,7 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
 
 
 def forward(
-    target: LoadedTarget, tokens: Int[Array, "S W"], taps: tuple[int, ...]
+    target: LoadedTarget, tokens: Int[np.ndarray, "S W"], taps: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """Final hidden states ``[S, W, D]`` and taps ``[S, W, n*D]`` of whole sequences."""
     count = np.full(tokens.shape[0], tokens.shape[1])

@@ -44,8 +44,13 @@ def rank_step(
     if config.markov_head_type == "vanilla":
         return embedding, state
     if config.markov_head_type == "gated":
+        assert head.gate is not None
+        assert head.gate_bias is not None
         mixed = jnp.concatenate([hidden, embedding], axis=-1)
         return jax.nn.sigmoid(linear(mixed, head.gate) + head.gate_bias) * embedding, state
+    assert state is not None
+    assert head.joint is not None
+    assert head.joint_bias is not None
     mixed = jnp.concatenate([state, embedding, hidden], axis=-1)
     gate, candidate, out = jnp.split(linear(mixed, head.joint) + head.joint_bias, 3, axis=-1)
     keep = jax.nn.sigmoid(gate)

@@ -50,7 +50,7 @@ def test_logits_and_confidence_are_fp32_whatever_the_weights(make_drafter, head)
     drafter = make_drafter(jnp.bfloat16, markov_head_type=head)
     hidden, previous = hidden_and_tokens(drafter.config, jnp.bfloat16)
     bias, confidence = walk_block(drafter.config, drafter.weights, hidden, previous)
-    base = dspark.base_logits(drafter.config, drafter.weights, None, hidden)
+    base = dspark.base_logits(drafter.config, drafter.weights, drafter.weights.lm_head, hidden)
     assert {bias.dtype, confidence.dtype, base.dtype} == {jnp.dtype("float32")}
 
 
@@ -74,6 +74,7 @@ def test_rank_zero_is_no_head(make_drafter):
     )
     assert bias is None
     assert state is None
+    assert confidence is not None
     assert confidence.shape == (3,)
     silent = make_drafter(confidence_head_with_markov=False)
     weights = silent.weights.replace(
@@ -126,11 +127,11 @@ def test_gradients_reach_every_weight(make_drafter, head):
     def total(weights):
         features = context_features(config, weights, taps)
         context = context_kv(config, weights, features, jnp.arange(9)[None])
-        embedded = dspark.embed_tokens(weights, None, tokens)
+        embedded = dspark.embed_tokens(weights, weights.embed, tokens)
         start = jnp.array([[0, 6]])
         hidden = block_hidden_from_context(config, weights, embedded, context, start)
         bias, confidence = walk_block(config, weights, hidden, previous)
-        logits = dspark.base_logits(config, weights, None, hidden) + bias
+        logits = dspark.base_logits(config, weights, weights.lm_head, hidden) + bias
         return jnp.sum(jax.nn.log_softmax(logits)[..., 3]) + jnp.sum(confidence**2)
 
     gradient = jax.jit(jax.grad(total))(drafter.weights)
