@@ -65,13 +65,17 @@ class TokenDataset:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write what the data is; refuse to continue a folder that holds something else."""
+    """Write what the data is; refuse to continue a folder that holds something else.
+
+    ``versions`` may differ between attempts: those of the first are kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / MANIFEST
     if path.exists():
         found = json.loads(path.read_text())
         wanted = json.loads(json.dumps(manifest))
-        differing = [key for key in {*found, *wanted} if found.get(key) != wanted.get(key)]
+        compared = {*found, *wanted} - {"versions"}
+        differing = [key for key in compared if found.get(key) != wanted.get(key)]
         if differing:
             key = sorted(differing)[0]
             raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dspark_jax.drafter.backbone import (
     block_hidden_from_context,
@@ -140,17 +141,11 @@ def block_logits(
     return (logits if bias is None else logits + bias), confidence
 
 
-def block_rows(
-    config: DrafterConfig,
-    weights: DrafterWeights,
-    head: Float[Array, "Vd D"],
-    blocks: Blocks,
-    chunk: int,
-) -> Rows:
-    """Loss figures of every slot, ``chunk`` anchors at a time.
+def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int) -> PyTree:
+    """``function`` on ``chunk`` anchors at a time, results joined along the anchor axis.
 
-    Logits of one chunk exist at once, forward and backward (they are computed again there), so
-    memory is ``B * chunk * G * V`` fp32 values a few times over.
+    What the function computes on the way exists for one chunk only, forward and backward: it
+    is computed again there.
 
     Raises:
         ValueError: ``chunk`` does not divide the number of anchors.
@@ -158,25 +153,36 @@ def block_rows(
     count = blocks.mask.shape[1]
     if count % chunk:
         raise ValueError(f"anchor_chunk {chunk} does not divide the {count} anchors")
+    function = jax.checkpoint(function)
+    if chunk == count:
+        return function(blocks)
 
-    @jax.checkpoint
+    def split(leaf: Array) -> Array:
+        parts = leaf.reshape(leaf.shape[0], count // chunk, chunk, *leaf.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    def join(leaf: Array) -> Array:
+        return jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], count, *leaf.shape[3:])
+
+    return jax.tree.map(join, jax.lax.map(function, jax.tree.map(split, blocks)))
+
+
+def block_rows(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    head: Float[Array, "Vd D"],
+    blocks: Blocks,
+    chunk: int,
+) -> Rows:
+    """Loss figures of every slot; logits of ``B * chunk * G`` rows exist at one time."""
+
     def figures(part: Blocks) -> Rows:
         logits, confidence = block_logits(config, weights, head, part)
         target = frozen_logits(part.target_hidden.astype(head.dtype), head)
         ce, l1 = cross_entropy_and_l1(logits, target, part.target_ids)
         return Rows(ce=ce, l1=l1, confidence_logits=confidence)
 
-    if chunk == count:
-        return figures(blocks)
-
-    def split(leaf: Array) -> Array:
-        parts = leaf.reshape(leaf.shape[0], count // chunk, chunk, *leaf.shape[2:])
-        return jnp.moveaxis(parts, 1, 0)
-
-    rows = jax.lax.map(figures, jax.tree.map(split, blocks))
-    return jax.tree.map(
-        lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], count, *leaf.shape[3:]), rows
-    )
+    return map_anchors(figures, blocks, chunk)
 
 
 def drafter_terms(
