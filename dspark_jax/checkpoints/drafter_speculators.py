@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ def read_speculators(
     if DRAFT_TO_TARGET not in wanted:
         return weights
     ids = _absolute_ids(config, tensors)
-    return weights.replace(draft_to_target=jnp.asarray(ids) if pruned else None)
+    return dataclasses.replace(weights, draft_to_target=jnp.asarray(ids) if pruned else None)
 
 
 def speculators_config(

@@ -47,9 +47,8 @@ def check_deepspec(directory: Path, target: Path | str | None) -> list[Row]:
 def check_speculators(directory: Path, target: Path | str | None) -> list[Row]:
     """Compare a speculators drafter; the target is by default the folder its config names."""
     raw = json.loads((directory / "config.json").read_text())
-    if target is None:
-        target = directory.parent / raw["speculators_config"]["verifier"]["name_or_path"]
-    loaded = load_target(target, jnp.float32)
+    beside = directory.parent / raw["speculators_config"]["verifier"]["name_or_path"]
+    loaded = load_target(target or beside, jnp.float32)
     drafter = load_drafter(directory, (loaded.config, loaded.weights), jnp.float32)
     config, weights = drafter.config, drafter.weights
     golden = load_file(directory / "golden.safetensors")
@@ -64,12 +63,10 @@ def check_speculators(directory: Path, target: Path | str | None) -> list[Row]:
         golden["target_hidden_states"],
         anchors[None],
     )
-    return [
-        absolute("block_hidden", hidden[0], golden["block_hidden"]),
-        absolute("base_logits", base[0], golden["base_logits"]),
-        absolute("draft_logits", logits[0], golden["draft_logits"]),
-        absolute("confidence_logits", confidence[0], golden["confidence_logits"]),
-    ]
+    found = {"block_hidden": hidden, "base_logits": base, "draft_logits": logits}
+    if confidence is not None:
+        found["confidence_logits"] = confidence
+    return [absolute(name, value[0], golden[name]) for name, value in found.items()]
 
 
 def _training_rows(
@@ -144,6 +141,8 @@ def _training_forward(
     from train.forward import block_logits, draft_blocks, frozen_logits
     from train.losses import LossConfig, dspark_loss
 
+    assert weights.embed is not None
+    assert weights.lm_head is not None
     blocks = draft_blocks(config, weights, weights.embed, batch, anchors, keep)
     logits, confidence = block_logits(config, weights, weights.lm_head, blocks)
     target_logits = frozen_logits(blocks.target_hidden, weights.lm_head)
@@ -162,7 +161,7 @@ def _teacher_forced(
     tokens: Int[Array, "B K"],
     taps: Float[Array, "B K nDt"],
     anchors: Int[Array, "B A"],
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array | None]:
     family = config.family
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     context = context_kv(config, weights, context_features(config, weights, taps), position)

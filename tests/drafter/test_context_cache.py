@@ -97,7 +97,7 @@ def test_context_built_in_pieces_equals_context_built_at_once(make_drafter, chun
         done += size
     hidden = block_hidden(config, weights, None, cache, jnp.array([1, 2, 3]), jnp.array([0, 9, 0]))
     wanted = hidden_at_once(config, weights, taps)
-    np.testing.assert_allclose(hidden[1], wanted[0, 0], atol=2e-6)
+    np.testing.assert_allclose(hidden[1], wanted[0, 0], atol=2e-5)
 
 
 def test_a_donated_cache_is_written_in_place(make_drafter):
