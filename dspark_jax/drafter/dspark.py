@@ -84,7 +84,7 @@ def embed_tokens(
 def base_logits(
     config: DrafterConfig,
     weights: DrafterWeights,
-    head: Float[Array, "Vd D"],
+    head: Float[Array, "V D"],
     hidden: Float[Array, "... D"],
 ) -> Float[Array, "... Vd"]:
     """fp32 logits of the parallel backbone, from the drafter's own head or the target's."""
