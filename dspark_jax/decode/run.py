@@ -120,9 +120,7 @@ class Run:
                 self._finish(slot, completion)
             elif job.stream is not None:
                 job.stream.update(completion.token_ids)
-        for first in range(0, len(stopped), self._programs.group):
-            part = stopped[first : first + self._programs.group]
-            self._state = self._programs.clear(self._state, part)
+        self._state = self._programs.clear(self._state, stopped)
 
     def _abort(self) -> None:
         """Keep what there is. Nothing more is shown or announced: the user asked for quiet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,8 +21,11 @@ from dspark_jax.decode.state import Logprobs, Requests, State, init_state, reque
 from dspark_jax.decode.step import Weights
 from dspark_jax.schedule.cost import CostTables
 
-PREFILL_REQUESTS = 16
+PREFILL_REQUESTS = 32
 """Prompts prefilled together at most."""
+
+READ_REQUESTS = 128
+"""Answers read back together at most."""
 
 PREFILL_WIDTHS = (32, 128)
 """Prompt tokens forwarded at once: a short width for short prompts and remainders."""
@@ -111,8 +115,8 @@ class SlotPrograms:
 
     @property
     def group(self) -> int:
-        """Slots filled or read together, A."""
-        return min(self.slots, PREFILL_REQUESTS)
+        """Slots filled together, A: an eighth, so that few free slots do not pay for many."""
+        return max(1, min(self.slots // 8, PREFILL_REQUESTS))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -133,13 +137,16 @@ class SlotPrograms:
         )
 
     def clear(self, state: State, slots: Sequence[int]) -> State:
-        """Stop decoding in these slots; at most ``group`` of them."""
-        return _CLEAR(state, self._padded(slots))
+        """Stop decoding in these slots."""
+        for part in itertools.batched(slots, self.group):
+            state = _CLEAR(state, self._padded(part, self.group))
+        return state
 
     def fill(self, state: State, admissions: Sequence[Admission], *, config: StepConfig) -> State:
-        """Prefill prompts and start decoding them."""
-        for first in range(0, len(admissions), self.group):
-            state = self._fill_group(state, admissions[first : first + self.group], config)
+        """Prefill prompts and start decoding them; prompts of like length share a group."""
+        by_length = sorted(admissions, key=lambda admission: len(admission.prompt_ids))
+        for part in itertools.batched(by_length, self.group):
+            state = self._fill_group(state, part, config)
         return state
 
     def run(self, state: State, steps: int, *, config: StepConfig) -> State:
@@ -153,9 +160,9 @@ class SlotPrograms:
     def read(self, state: State, slots: Sequence[int]) -> dict[int, Rows]:
         """Answers of these slots so far, on the host, one ``Rows`` without leading axis each."""
         found = {}
-        for first in range(0, len(slots), self.group):
-            part = slots[first : first + self.group]
-            rows = jax.device_get(_READ(state, self._padded(part)))
+        size = min(self.slots, READ_REQUESTS)
+        for part in itertools.batched(slots, size):
+            rows = jax.device_get(_READ(state, self._padded(part, size)))
             for index, slot in enumerate(part):
                 found[slot] = jax.tree.map(lambda values, index=index: values[index], rows)
         return found
@@ -163,23 +170,25 @@ class SlotPrograms:
     def compile(self, config: StepConfig) -> None:
         """Trace and compile everything, running nothing: no slot is filled, no step taken."""
         state = self.start(config)
-        state = self.clear(state, [])
+        nowhere = self._padded([], self.group)
+        state = _CLEAR(state, nowhere)
         for width in self.widths:
-            state = self._prefill(state, self._padded([]), [], 0, width, config)
+            state = self._prefill(state, nowhere, [], 0, width, config)
         state = self._admit(state, [])
         state = self.run(state, 0, config=config)
         self.read(state, [0])
         jax.block_until_ready(state)
 
-    def _padded(self, slots: Sequence[int]) -> np.ndarray:
-        padded = np.full(self.group, self.slots, np.int32)
+    def _padded(self, slots: Sequence[int], size: int) -> np.ndarray:
+        """``slots`` and out-of-range ones after them."""
+        padded = np.full(size, self.slots, np.int32)
         padded[: len(slots)] = slots
         return padded
 
     def _fill_group(
         self, state: State, admissions: Sequence[Admission], config: StepConfig
     ) -> State:
-        slots = self._padded([admission.slot for admission in admissions])
+        slots = self._padded([admission.slot for admission in admissions], self.group)
         state = _CLEAR(state, slots)
         # The last token of a prompt is the anchor of its first step.
         prompts = [admission.prompt_ids[:-1] for admission in admissions]
@@ -234,5 +243,5 @@ class SlotPrograms:
             context=context,
             stop_ids=stop_ids,
         )
-        slots = self._padded([admission.slot for admission in admissions])
+        slots = self._padded([admission.slot for admission in admissions], self.group)
         return _ADMIT(state, slots, anchor, column("seed", np.uint32), requests)

@@ -482,3 +482,11 @@ def test_a_drafter_made_for_another_target_is_refused():
     other = MarkovDrafterConfig(32, BLOCK)
     with pytest.raises(ValueError, match=r"32.*64"):
         session(LoadedDrafter(other, None, "x"))
+
+
+def test_a_wide_batch_fills_and_reads_slots_in_groups():
+    wide = session(None, batch=24)
+    requests = [ask(i % 40, 1 + i % 7) for i in range(60)]
+    for request, answer in zip(requests, wide.generate(requests), strict=True):
+        first = request.prompt[0] + 1
+        assert answer.token_ids == tuple(range(first, first + request.params.max_new_tokens))
