@@ -133,8 +133,12 @@ def paged_attention(
     return _combine(*results).astype(query.dtype)
 
 
-def _product(left: jax.Array, right: Any) -> jax.Array:
-    """fp32 product of a matrix in registers and one in shared memory, on the tensor cores."""
+def _product(left: Any, right: Any) -> jax.Array:
+    """fp32 product of two matrices in shared memory, on the tensor cores.
+
+    The left one stays out of registers: with a register operand that outlives a loop step the
+    product is wrong from the second step on (jax 0.11.2).
+    """
 
     def run(accumulator):
         plgpu.wgmma(accumulator, left, right)
@@ -143,9 +147,9 @@ def _product(left: jax.Array, right: Any) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
 
-def _interpreted_product(left: jax.Array, right: Any) -> jax.Array:
-    """`_product` for the interpreter, which has no wgmma with an operand in registers."""
-    result = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+def _interpreted_product(left: Any, right: Any) -> jax.Array:
+    """`_product` for the interpreter, which has no wgmma on a transposed operand."""
+    result = jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
     # The tensor cores read through the asynchronous proxy, as the copy that refills the buffer
     # does; this plain read has to be ordered before it.
     plgpu.commit_smem()
@@ -200,16 +204,17 @@ def _across(per_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _attend(
-    query: jax.Array,
+    query: Any,
     limit: jax.Array,
     keys: _Stream,
     values: _Stream,
+    weights_tile: Any,
     *,
     first_key: jax.Array,
     end: jax.Array,
     count: jax.Array,
     tile: int,
-    product: Callable[[jax.Array, Any], jax.Array],
+    product: Callable[[Any, Any], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Running softmax of ``ROWS`` query rows over ``count`` tiles from ``first_key`` on.
 
@@ -230,14 +235,16 @@ def _attend(
         start = first_key + step * tile
 
         scores = product(query, keys.wait(step).transpose((1, 0)))
-        refill(keys, step)
-
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_MATRIX)
         scores = jnp.where(key <= _across(limit - start, scores.shape), scores, -jnp.inf)
         higher = jnp.maximum(top, scores.max(axis=1) * log2_scale)
         shrink = jnp.exp2(top - higher)
         weights = jnp.exp2(scores * log2_scale - _across(higher, scores.shape))
         total = total * shrink + weights.sum(axis=1)
+        weights_tile[...] = weights.astype(jnp.bfloat16)
+        # Publishes the weights, and with its barrier says that every warp is done with the keys.
+        plgpu.commit_smem()
+        refill(keys, step)
 
         tile_values = values.wait(step)
 
@@ -250,7 +257,9 @@ def _attend(
             plgpu.commit_smem()
 
         out = out * _across(shrink, out.shape)
-        out = out + product(weights.astype(jnp.bfloat16), tile_values)
+        out = out + product(weights_tile, tile_values)
+        # Every warp is done with values and weights before either is overwritten.
+        plgpu.commit_smem()
         refill(values, step)
         return out, higher, total
 
@@ -283,6 +292,8 @@ def _launch(
     ring = plgpu.SMEM((stages, tile, head_dim), jnp.bfloat16, transforms=_SWIZZLED)
     scratch = {
         "query_rows": plgpu.SMEM((ROWS, head_dim), jnp.bfloat16),
+        "query_tile": plgpu.SMEM((ROWS, head_dim), jnp.bfloat16, transforms=_SWIZZLED),
+        "weights_tile": plgpu.SMEM((ROWS, tile), jnp.bfloat16, transforms=_SWIZZLED),
         "query_ready": plgpu.Barrier(num_arrivals=width),
         "key_ring": ring,
         "key_ready": plgpu.Barrier(num_barriers=stages),
@@ -338,11 +349,14 @@ def _launch(
         limit = plgpu.load(limit_gmem.at[request], layout=_PER_ROW, optimized=False)
         plgpu.barrier_wait(ready)
         # Rows past W*H/N were never written: rows do not mix, and nobody reads their results.
+        smem["query_tile"][...] = plgpu.load(staged, layout=_MATRIX, optimized=False)
+        plgpu.commit_smem()
         out, top, total = _attend(
-            plgpu.load(staged, layout=_MATRIX, optimized=False),
+            smem["query_tile"],
             limit,
             key_tiles,
             value_tiles,
+            smem["weights_tile"],
             first_key=first * tile,
             end=end,
             count=count,
