@@ -19,33 +19,31 @@ def filter_logits(
     most likely ones until their mass reaches ``top_p``. Tokens equal to the last one kept are
     kept too; the most likely token always is.
     """
-    # A branch, so that a batch without filters does not pay 32 passes over its logits.
-    return jax.lax.cond(
-        jnp.any((top_k > 0) | (top_p < 1.0)),
-        lambda: _filter(logits, top_k, top_p),
-        lambda: logits,
-    )
-
-
-def _filter(
-    logits: Float[Array, "T V"], top_k: Int[Array, "T"], top_p: Float[Array, "T"]
-) -> Float[Array, "T V"]:
     order = _ordered_bits(logits)
     highest = order.max(axis=-1)
+    everything = jnp.zeros_like(highest)
 
-    def enough_tokens(threshold: UInt[Array, "T"]) -> Array:
-        count = (order >= threshold[:, None]).sum(axis=-1, dtype=jnp.int32)
-        return (top_k <= 0) | (count >= top_k)
+    def last_of_top_k() -> UInt[Array, "T"]:
+        def enough_tokens(threshold: UInt[Array, "T"]) -> Array:
+            count = (order >= threshold[:, None]).sum(axis=-1, dtype=jnp.int32)
+            return count >= top_k
 
-    last_k = jnp.where(top_k > 0, _largest(enough_tokens, highest), 0)
-    within = order >= last_k[:, None]
-    weight = jnp.where(within, jnp.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
-    wanted = top_p * weight.sum(axis=-1)
+        return jnp.where(top_k > 0, _largest(enough_tokens, highest), 0)
 
-    def enough_mass(threshold: UInt[Array, "T"]) -> Array:
-        return jnp.where(order >= threshold[:, None], weight, 0.0).sum(axis=-1) >= wanted
+    # Branches, so that a filter nobody asked for does not cost 32 passes over the logits.
+    last_k = jax.lax.cond(jnp.any(top_k > 0), last_of_top_k, lambda: everything)
 
-    last_p = jnp.where(top_p < 1.0, _largest(enough_mass, highest), 0)
+    def last_of_top_p() -> UInt[Array, "T"]:
+        weight = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+        weight = jnp.where(order >= last_k[:, None], weight, 0.0)
+        wanted = top_p * weight.sum(axis=-1)
+
+        def enough_mass(threshold: UInt[Array, "T"]) -> Array:
+            return jnp.where(order >= threshold[:, None], weight, 0.0).sum(axis=-1) >= wanted
+
+        return jnp.where(top_p < 1.0, _largest(enough_mass, highest), 0)
+
+    last_p = jax.lax.cond(jnp.any(top_p < 1.0), last_of_top_p, lambda: everything)
     return jnp.where(order >= jnp.maximum(last_k, last_p)[:, None], logits, -jnp.inf)
 
 
