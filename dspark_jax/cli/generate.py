@@ -131,7 +131,7 @@ def generate(
         k=k,
         policy=policy,
         allow_biased=allow_biased,
-        costs=cost_table,
+        cost_table=cost_table,
         calibration=calibration,
     )
     with ExitStack() as stack:

@@ -56,7 +56,7 @@ class Generator:
         lag: age in steps of the confidences that decide a "lagged" budget.
         allow_biased: consent to policy "fresh" at temperatures above 0, which changes the
             distribution of the output.
-        costs: a cost table, or the path of one. Without one everything drafted is verified.
+        cost_table: a cost table, or the path of one. Without one everything drafted is verified.
         calibration: STS temperatures, or the path of a calibration file.
         buckets: token counts that a compact verify is padded to; None picks them.
         walk_caps: draft depths that the sequential head may stop at; None picks them.
@@ -80,7 +80,7 @@ class Generator:
         policy: Policy = "lagged",
         lag: int = 1,
         allow_biased: bool = False,
-        costs: CostTables | str | Path | None = None,
+        cost_table: CostTables | str | Path | None = None,
         calibration: Calibration | str | Path | None = None,
         buckets: tuple[int, ...] | None = None,
         walk_caps: tuple[int, ...] | None = None,
@@ -114,12 +114,12 @@ class Generator:
             config = dataclasses.replace(config, buckets=_buckets(buckets, batch, config.width))
         dtype = config.target.family.input_embedding(target.weights).dtype
         self._calibration = calibration
-        tables = self._tables(config, costs, batch, dtype)
+        tables = self._tables(config, cost_table, batch, dtype)
         if config.adaptive:
             config = dataclasses.replace(
-                config, walk_caps=_walk_caps(walk_caps, config.depth, costs is not None)
+                config, walk_caps=_walk_caps(walk_caps, config.depth, cost_table is not None)
             )
-            if costs is None:
+            if cost_table is None:
                 logger.warning("no cost table: every drafted token is verified")
         self.config = config
         self._programs = SlotPrograms(
@@ -182,16 +182,16 @@ class Generator:
         return run.completions()
 
     def _tables(
-        self, config: StepConfig, costs: CostTables | str | Path | None, batch: int, dtype: Any
+        self, config: StepConfig, cost_table: CostTables | str | Path | None, batch: int, dtype: Any
     ) -> CostTables:
         """Costs and temperatures for the drafts this session walks."""
         if self.drafter is None:
             return no_costs(batch, 0)
         block_size = self.drafter.config.block_size
-        if costs is None:
+        if cost_table is None:
             tables = no_costs(batch, block_size)
-        elif isinstance(costs, CostTables):
-            tables = costs
+        elif isinstance(cost_table, CostTables):
+            tables = cost_table
             found = (tables.verify.shape[1], tables.draft.shape[1], tables.temperatures.shape[1])
             wanted = (batch * (block_size + 1) + 1, batch + 1, block_size)
             if found != wanted:
@@ -201,7 +201,7 @@ class Generator:
                 )
         else:
             tables = load_costs(
-                costs,
+                cost_table,
                 slots=batch,
                 block_size=block_size,
                 buckets=config.buckets or None,

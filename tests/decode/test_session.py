@@ -321,7 +321,7 @@ def test_fewer_drafts_are_verified_when_confidence_falls_and_the_answer_stays(tm
     costs = prices(tmp_path)
     pairs = [drafter(confidence=logit) for logit in (8.0, -4.0)]
     sure, unsure = (
-        session(pair, costs=costs, buckets=None).generate([ask(0, 40)])[0] for pair in pairs
+        session(pair, cost_table=costs, buckets=None).generate([ask(0, 40)])[0] for pair in pairs
     )
     assert sure.token_ids == unsure.token_ids
     assert np.mean(unsure.windows[1:]) < 0.5 * np.mean(sure.windows[1:])
@@ -329,14 +329,14 @@ def test_fewer_drafts_are_verified_when_confidence_falls_and_the_answer_stays(tm
 
 def test_costs_measured_for_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'other'.*'toy'"):
-        session(costs=prices(tmp_path, model="other"))
+        session(cost_table=prices(tmp_path, model="other"))
 
 
 def test_ready_made_costs_must_cover_the_batch():
     from dspark_jax.schedule.cost import no_costs
 
     with pytest.raises(ValueError, match=r"\(6, 2, 4\).*\(11, 3, 4\)"):
-        session(costs=no_costs(1, BLOCK))
+        session(cost_table=no_costs(1, BLOCK))
 
 
 def test_the_lack_of_costs_is_said_once_and_a_distant_calibration_too(caplog):
