@@ -153,7 +153,6 @@ def _typed(value: Any, wanted: Any, where: str) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        raise ValueError(
-            f"{where} is {value!r}, a {type(value).__name__}; wanted {wanted.__name__}"
-        )
+        found, name = type(value).__name__, getattr(wanted, "__name__", wanted)
+        raise ValueError(f"{where} is {value!r}, a {found}; wanted {name}")
     return value

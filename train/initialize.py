@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -75,10 +77,11 @@ def initial_weights(config: DrafterConfig, key: Key[Array, ""]) -> DrafterWeight
     def markov() -> MarkovHead:
         head = MarkovHead(w1=matrix(config.vocab_size, rank), w2=matrix(config.vocab_size, rank))
         if config.markov_head_type == "gated":
-            return head.replace(gate=matrix(rank, width + rank), gate_bias=jnp.zeros(rank))
+            gate = matrix(rank, width + rank)
+            return dataclasses.replace(head, gate=gate, gate_bias=jnp.zeros(rank))
         if config.markov_head_type == "rnn":
             joint = matrix(3 * rank, 2 * rank + width)
-            return head.replace(joint=joint, joint_bias=jnp.zeros(3 * rank))
+            return dataclasses.replace(head, joint=joint, joint_bias=jnp.zeros(3 * rank))
         return head
 
     def confidence() -> ConfidenceHead:

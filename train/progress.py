@@ -41,7 +41,8 @@ def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Advance]:
         task = progress.add_task(title, total=total, completed=done, note="")
 
         def advance(steps: int = 0, note: str | None = None) -> None:
-            fields = {} if note is None else {"note": note}
-            progress.update(task, advance=steps, **fields)
+            progress.update(task, advance=steps)
+            if note is not None:
+                progress.update(task, note=note)
 
         yield advance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -51,7 +52,7 @@ def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, opt
 def initial_state(config: TrainConfig, drafter: DrafterConfig) -> TrainState:
     """The state before the first step, fixed by ``config.training.seed``."""
     weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
-    weights = initial_weights(drafter, weights_key)
+    weights: Any = initial_weights(drafter, weights_key)
     return TrainState(
         weights=weights,
         optimizer=optimizer_of(config)[0].init(weights),
@@ -92,14 +93,17 @@ def train_step(
         return terms.loss, terms
 
     gradient, terms = jax.grad(objective, has_aux=True)(state.weights)
-    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.weights)
+    # optax types a parameter tree as nested containers and knows no dataclasses.
+    weights: Any = state.weights
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer, weights)
+    updated: Any = optax.apply_updates(weights, updates)
     report = StepReport(
         terms=terms,
         learning_rate=jnp.asarray(schedule(state.step)),
         gradient_norm=optax.tree.norm(gradient),
     )
     new = TrainState(
-        weights=optax.apply_updates(state.weights, updates),
+        weights=updated,
         optimizer=optimizer_state,
         step=state.step + 1,
         key=state.key,
