@@ -18,7 +18,7 @@ from dspark_jax.checkpoints.drafter import load_drafter
 from dspark_jax.checkpoints.resolve import load_target
 from dspark_jax.decode.config import Mode, Policy
 from dspark_jax.decode.request import Completion, Request, SamplingParams
-from dspark_jax.decode.session import DEFAULT_CONTEXT, Generator
+from dspark_jax.decode.session import Generator
 from dspark_jax.text.text import Text
 
 INTERRUPTED = 130
@@ -97,6 +97,7 @@ def generate(
         stop_token_ids=stop_token_ids,
         logprobs=logprobs,
     )
+    lines: list[dict[str, Any]]
     if prompts is not None:
         lines = read_prompts(prompts)
     else:
@@ -107,7 +108,6 @@ def generate(
         raise ValueError(f"target {target} has no tokenizer, so it cannot read text prompts")
     if prompt is not None and not text.has_template:
         lines = [{"prompt": prompt}]
-    first = [_encode(text, line, _messages(line, 0, [])) for line in lines]
     pair = None
     if drafter != "none":
         pair = load_drafter(
@@ -116,12 +116,12 @@ def generate(
             dtype,
             stop_token_ids=loaded.stop_token_ids,
         )
-    turns = max(len(line.get("turns", "1")) for line in lines) if all_turns else 1
+    turns = max(1, *(len(line.get("turns", ())) for line in lines)) if all_turns else 1
     if max_context is None:
-        limit = loaded.config.max_position_embeddings
-        needed = max(map(len, first)) + max_new_tokens + 1
-        needed = -(-needed // CONTEXT_STEP) * CONTEXT_STEP
-        max_context = min(limit, needed if turns == 1 else max(needed, DEFAULT_CONTEXT))
+        max_context = min(
+            loaded.config.max_position_embeddings,
+            _needed_context(text, lines, turns, max_new_tokens),
+        )
     session = Generator(
         loaded,
         pair,
@@ -136,7 +136,7 @@ def generate(
     )
     with ExitStack() as stack:
         out = stack.enter_context(json.open("w")) if json is not None else None
-        answers = _answer_turns(session, text, lines, first, params, turns)
+        answers = _answer_turns(session, text, lines, params, turns)
         for own in answers:
             if out is not None:
                 _write(out, own, logprobs is not None)
@@ -175,27 +175,30 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _messages(
-    line: dict[str, Any], turn: int, answers: Sequence[Completion]
-) -> list[dict[str, str]]:
-    """The conversation up to the user's turn number ``turn``; empty for a raw prompt."""
-    messages = []
-    for index, user in enumerate(line.get("turns", [])[: turn + 1]):
+def _prompt_ids(text: Text, line: dict[str, Any], answers: Sequence[str]) -> list[int]:
+    """A raw prompt, or the conversation up to the user's turn after these answers."""
+    if "prompt" in line:
+        return text.encode(line["prompt"])
+    messages = [{"role": "user", "content": line["turns"][0]}]
+    for answer, user in zip(answers, line["turns"][1:], strict=False):
+        messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": user})
-        if index < turn:
-            messages.append({"role": "assistant", "content": answers[index].text or ""})
-    return messages
+    return text.chat_ids(messages)
 
 
-def _encode(text: Text, line: dict[str, Any], messages: list[dict[str, str]]) -> list[int]:
-    return text.chat_ids(messages) if messages else text.encode(line["prompt"])
+def _needed_context(
+    text: Text, lines: Sequence[dict[str, Any]], turns: int, max_new_tokens: int
+) -> int:
+    """Tokens that the longest conversation can take, its answers included."""
+    silence = [""] * (turns - 1)
+    asked = max(len(_prompt_ids(text, line, silence)) for line in lines)
+    return -(-(asked + turns * max_new_tokens + 1) // CONTEXT_STEP) * CONTEXT_STEP
 
 
 def _answer_turns(
     session: Generator,
     text: Text,
     lines: Sequence[dict[str, Any]],
-    first: Sequence[list[int]],
     params: SamplingParams,
     turns: int,
 ) -> list[list[Completion]]:
@@ -209,12 +212,11 @@ def _answer_turns(
         ]
         requests = []
         for index in asked:
-            line, own = lines[index], answers[index]
-            ids = first[index] if turn == 0 else _encode(text, line, _messages(line, turn, own))
+            said = [answer.text or "" for answer in answers[index]]
+            ids = _prompt_ids(text, lines[index], said)
             requests.append(Request(ids, _seeded(params, index + turn * len(lines))))
-        for index, completion in zip(
-            asked, _run(session, requests, stream=len(lines) == 1), strict=True
-        ):
+        found = _run(session, requests, stream=len(lines) == 1)
+        for index, completion in zip(asked, found, strict=True):
             answers[index].append(completion)
     return answers
 

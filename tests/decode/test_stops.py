@@ -1,7 +1,7 @@
 """Stop strings in text that arrives in pieces of any kind."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.decode.stops import StopAwareStream, find_stop, undecided
@@ -17,6 +17,7 @@ TEXTS = st.text(alphabet="abé€😀", max_size=12)
 STOPS = st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=2)
 
 
+@settings(deadline=None)
 @given(TEXTS, STOPS)
 def test_the_stop_that_is_completed_first_ends_the_answer(text, stops):
     ids = list(text.encode())
@@ -47,6 +48,7 @@ def test_text_that_may_become_a_stop_is_undecided(text, stops, length):
     assert undecided(text, stops) == length
 
 
+@settings(deadline=None)
 @given(TEXTS, STOPS, st.lists(st.integers(1, 5), min_size=1))
 def test_a_stream_shows_the_final_text_and_never_more(text, stops, sizes):
     ids = list(text.encode())

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.calibration.file import Calibration, CalibrationEntry
@@ -57,6 +57,7 @@ def test_past_the_last_point_costs_follow_the_last_slope():
     assert one_point.at(np.array([4, 8, 16])).tolist() == [[10, 10, 20]]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 10)), min_size=1, max_size=8),
     st.integers(1, 64),

@@ -1,7 +1,7 @@
 """Survivals are running products of calibrated confidences."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.schedule.survival import AGING_RATE, age, running_product, survival
@@ -11,6 +11,7 @@ LOGITS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(LOGITS)
 def test_survival_never_rises_along_a_block(values):
     logits = np.array(values, np.float32).reshape(2, 6)
