@@ -27,7 +27,15 @@ from train.anchors import sample_anchors
 from train.config import Dtype
 from train.data import TokenDataset, fit_to_length, read_dataset, sequential_batches
 from train.features import target_features
-from train.forward import Blocks, Sequences, block_logits, draft_blocks, frozen_logits, map_anchors
+from train.forward import (
+    Blocks,
+    Sequences,
+    block_logits,
+    draft_blocks,
+    frozen_logits,
+    map_anchors,
+    supervised_first,
+)
 from train.losses import cross_entropy_and_l1
 from train.progress import progress_bar
 
@@ -128,9 +136,10 @@ def _acceptance_sums(
     batch = Sequences(tokens=tokens, loss_mask=loss_mask, taps=taps, last_hidden=last_hidden)
     anchors, keep = sample_anchors(key, loss_mask, num_anchors)
     blocks = draft_blocks(config, weights, target_weights.embed, batch, anchors, keep)
+    blocks = supervised_first(blocks)
     head = target_weights.head
 
-    def accept(part: Blocks) -> Float[Array, "B a G"]:
+    def accept(part: Blocks) -> Float[Array, "1 a G"]:
         draft, _ = block_logits(config, weights, head, part)
         truth = frozen_logits(part.target_hidden.astype(head.dtype), head)
         if temperature == 0:
@@ -138,7 +147,7 @@ def _acceptance_sums(
         _, l1 = cross_entropy_and_l1(draft / temperature, truth / temperature, part.target_ids)
         return 1 - 0.5 * l1
 
-    acceptance = map_anchors(accept, blocks, math.gcd(CHUNK, num_anchors)) * blocks.mask
+    acceptance = map_anchors(accept, blocks, BATCH * math.gcd(CHUNK, num_anchors)) * blocks.mask
     survival = jnp.cumprod(acceptance, axis=-1)
     before = jnp.concatenate([jnp.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
     figures = (acceptance, blocks.mask, survival, before * blocks.mask)

@@ -141,11 +141,22 @@ def block_logits(
     return (logits if bias is None else logits + bias), confidence
 
 
+def supervised_first(blocks: Blocks) -> Blocks:
+    """All blocks of a batch as those of one sequence, the ones with a supervised slot first.
+
+    Short documents leave many dummies; gathered at the end they fill chunks that cost nothing.
+    """
+    idle = ~blocks.mask[..., 0].reshape(-1)
+    order = jnp.argsort(idle, stable=True)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[order][None], blocks)
+
+
 def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int) -> PyTree:
     """``function`` on ``chunk`` anchors at a time, results joined along the anchor axis.
 
     What the function computes on the way exists for one chunk only, forward and backward: it
-    is computed again there.
+    is computed again there. A chunk without a supervised slot is not computed; its results
+    are 0.
 
     Raises:
         ValueError: ``chunk`` does not divide the number of anchors.
@@ -153,9 +164,13 @@ def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int
     count = blocks.mask.shape[1]
     if count % chunk:
         raise ValueError(f"anchor_chunk {chunk} does not divide the {count} anchors")
-    function = jax.checkpoint(function)
-    if chunk == count:
-        return function(blocks)
+    computed = jax.checkpoint(function)
+
+    def unless_idle(part: Blocks) -> PyTree:
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, part)
+        )
+        return jax.lax.cond(jnp.any(part.mask), computed, lambda _: zeros, part)
 
     def split(leaf: Array) -> Array:
         parts = leaf.reshape(leaf.shape[0], count // chunk, chunk, *leaf.shape[2:])
@@ -164,7 +179,7 @@ def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int
     def join(leaf: Array) -> Array:
         return jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], count, *leaf.shape[3:])
 
-    return jax.tree.map(join, jax.lax.map(function, jax.tree.map(split, blocks)))
+    return jax.tree.map(join, jax.lax.map(unless_idle, jax.tree.map(split, blocks)))
 
 
 def block_rows(
@@ -174,7 +189,7 @@ def block_rows(
     blocks: Blocks,
     chunk: int,
 ) -> Rows:
-    """Loss figures of every slot; logits of ``B * chunk * G`` rows exist at one time."""
+    """Loss figures of every slot; logits of ``chunk`` blocks a sequence exist at one time."""
 
     def figures(part: Blocks) -> Rows:
         logits, confidence = block_logits(config, weights, head, part)
@@ -196,6 +211,11 @@ def drafter_terms(
     loss: LossConfig,
     chunk: int,
 ) -> Terms:
-    """The objective and metrics of one batch; ``embed`` and ``head`` are the target's."""
+    """The objective and metrics of one batch; ``embed`` and ``head`` are the target's.
+
+    Logits of ``B * chunk`` blocks exist at one time.
+    """
     blocks = draft_blocks(config, weights, embed, batch, anchors, keep)
-    return combine(block_rows(config, weights, head, blocks, chunk), blocks.mask, loss)
+    blocks = supervised_first(blocks)
+    rows = block_rows(config, weights, head, blocks, batch.tokens.shape[0] * chunk)
+    return combine(rows, blocks.mask, loss)

@@ -1,6 +1,7 @@
 """The training forward: agreement with the reference, with inference, and in chunks."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from train.forward import (
     cast_backbone,
     draft_blocks,
     drafter_terms,
+    map_anchors,
+    supervised_first,
 )
 from train.initialize import initial_weights
 from train.losses import LossConfig
@@ -85,8 +88,39 @@ def test_whole_logits_are_never_held_when_chunked(vanilla):
         return terms_of(vanilla, weights, 1).loss
 
     compiled = jax.jit(jax.grad(loss)).lower(vanilla.weights).compile().as_text()
-    assert "f32[2,1,7,160]" in compiled
-    assert "f32[2,6,7,160]" not in compiled
+    assert "f32[1,2,7,160]" in compiled
+    assert "f32[1,12,7,160]" not in compiled
+
+
+def test_blocks_without_labels_cost_no_logits_and_change_nothing(vanilla):
+    """The same two blocks, alone and among ten dummies: chunks of dummies are skipped."""
+    few = dataclasses.replace(
+        vanilla,
+        tensors=vanilla.tensors
+        | {
+            "anchors": vanilla.tensors["anchors"][:, :1],
+            "block_keep": vanilla.tensors["block_keep"][:, :1],
+        },
+    )
+    only_first = jnp.arange(6)[None] < jnp.ones((2, 1))
+    many = dataclasses.replace(vanilla, tensors=vanilla.tensors | {"block_keep": only_first})
+
+    def loss(weights, case):
+        terms = terms_of(case, weights, 1)
+        return terms.loss, terms.metrics
+
+    results = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, case=case), has_aux=True))(
+            vanilla.weights
+        )
+        for case in (few, many)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results)
+
+    blocks = supervised_first(blocks_of(many))
+    assert blocks.mask[0, :, 0].tolist() == [True] * 2 + [False] * 10
+    ones = map_anchors(lambda part: jnp.ones(part.mask.shape), blocks, 2)
+    assert ones[0, :, 0].tolist() == [1.0] * 2 + [0.0] * 10
 
 
 def test_a_chunk_that_does_not_divide_the_anchors_is_an_error(vanilla):

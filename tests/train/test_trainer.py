@@ -15,7 +15,7 @@ from dspark_jax.checkpoints.drafter import load_drafter
 from train import trainer
 from train.checkpointing import Checkpoints
 from train.initialize import drafter_config
-from train.step import initial_state
+from train.step import initial_state, train_step
 from train.trainer import run_training
 
 
@@ -70,8 +70,10 @@ def test_a_run_that_is_stopped_and_resumed_equals_an_unbroken_one(
     assert first == second
 
 
-def test_a_finished_run_leaves_a_drafter_that_loads(tiny_run, tiny_target):
+def test_a_finished_run_leaves_a_drafter_that_loads_and_was_traced_once(tiny_run, tiny_target):
+    programs = train_step._cache_size()
     assert run_training(tiny_run, tiny_target)
+    assert train_step._cache_size() == programs + 1
     target = (tiny_target.config, tiny_target.weights)
     loaded = load_drafter(Path(tiny_run.training.output) / "drafter", target)
     assert loaded.config == drafter_config(tiny_run.drafter, tiny_target)
