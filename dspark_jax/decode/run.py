@@ -68,6 +68,7 @@ class Run:
         self._waiting = deque(jobs)
         self._running: dict[int, Job] = {}
         self._free = list(range(programs.slots))
+        self._ended: list[tuple[Job, Rows, Status, int]] = []
         self._done: dict[int, Completion] = {}
         self._on_completion = on_completion
         self._state = programs.start(config)
@@ -80,7 +81,10 @@ class Run:
                     raise KeyboardInterrupt
                 self._fill()
                 self._state = self._programs.run(self._state, self._steps, config=self._config)
+                # The host writes up what ended before while the device runs the next chunk.
+                self._settle()
                 self._look()
+            self._settle()
         except KeyboardInterrupt:
             self._abort()
 
@@ -100,7 +104,7 @@ class Run:
         self._state = self._programs.fill(self._state, admissions, config=self._config)
 
     def _look(self) -> None:
-        """Collect what ended, and stop what met a stop string."""
+        """Free the slots of what ended, and stop what met a stop string."""
         status = self._programs.status(self._state)
         ended = [slot for slot in self._running if not status.active[slot]]
         watched = [
@@ -112,18 +116,29 @@ class Run:
         stopped = []
         for slot, row in rows.items():
             job = self._running[slot]
-            completion = self._answer(job, row, status, slot)
             if not status.active[slot]:
-                self._finish(slot, completion)
-            elif completion.finish_reason == "stop":
+                self._free.append(slot)
+                self._ended.append((self._running.pop(slot), row, status, slot))
+                continue
+            completion = self._answer(job, row, status, slot)
+            if completion.finish_reason == "stop":
                 stopped.append(slot)
-                self._finish(slot, completion)
+                self._free.append(slot)
+                self._finish(self._running.pop(slot), completion)
             elif job.stream is not None:
                 job.stream.update(completion.token_ids)
         self._state = self._programs.clear(self._state, stopped)
 
+    def _settle(self) -> None:
+        """Write up the answers that ended."""
+        while self._ended:
+            job, row, status, slot = self._ended.pop(0)
+            self._finish(job, self._answer(job, row, status, slot))
+
     def _abort(self) -> None:
         """Keep what there is. Nothing more is shown or announced: the user asked for quiet."""
+        for job, row, ended_status, slot in self._ended:
+            self._done[job.index] = self._answer(job, row, ended_status, slot)
         status = self._programs.status(self._state)
         slots = list(self._running)
         for slot, row in self._programs.read(self._state, slots).items():
@@ -137,9 +152,7 @@ class Run:
                 job.prompt_ids, (), text, "abort", (), (), (), logprobs
             )
 
-    def _finish(self, slot: int, completion: Completion) -> None:
-        job = self._running.pop(slot)
-        self._free.append(slot)
+    def _finish(self, job: Job, completion: Completion) -> None:
         self._done[job.index] = completion
         if job.stream is not None:
             assert completion.text is not None

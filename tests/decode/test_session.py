@@ -264,12 +264,13 @@ def test_ctrl_c_keeps_what_was_answered():
         done.append(index)
         raise KeyboardInterrupt
 
-    first, running, waiting = session(chunk_steps=1).generate(
-        [ask(0, 2), ask(0, 60), ask(0, 5)], on_completion=give_up
+    # the slot of the first answer is filled again before that answer is announced
+    first, running, refilled, waiting = session(chunk_steps=1).generate(
+        [ask(0, 2), ask(0, 60), ask(0, 60), ask(0, 5)], on_completion=give_up
     )
     assert done[0] == 0
     assert first.finish_reason == "length"
-    assert running.finish_reason == "abort"
+    assert running.finish_reason == refilled.finish_reason == "abort"
     assert running.token_ids
     assert (waiting.token_ids, waiting.text, waiting.accepted_length) == ((), "", None)
 
