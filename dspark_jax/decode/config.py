@@ -30,7 +30,7 @@ class StepConfig:
     """
 
     target: Any
-    drafter: Any | None
+    drafter: Any
     mode: Mode
     k: int | None = None
     policy: Policy = "lagged"

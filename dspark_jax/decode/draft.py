@@ -37,7 +37,9 @@ def no_drafts(config: StepConfig, slots: int) -> Drafts:
     return _pad(config, slots, [], [], [], [])
 
 
-def draft(weights: Any, state: State, keys: Array, cap: int, *, config: StepConfig) -> Drafts:
+def draft(
+    weights: Any, state: State, keys: Array | None, cap: int, *, config: StepConfig
+) -> Drafts:
     """Draft ``cap`` tokens for every slot from its anchor.
 
     The backbone block keeps its trained width whatever the cap; the LM head and the sequential
@@ -67,7 +69,7 @@ def draft(weights: Any, state: State, keys: Array, cap: int, *, config: StepConf
     for j in range(cap):
         bias, confidence, walk = family.walk(drafter, weights.drafter, walk, hidden[:, j], previous)
         logits = base[:, j] if bias is None else base[:, j] + bias
-        if config.sampled:
+        if keys is not None:
             score = logits / temperature
             draw = noise.gumbel(keys, noise.DRAFT, j + 1, score.shape[-1])
             column = jnp.argmax(jnp.where(greedy[:, None], score, score + draw), axis=-1)

@@ -63,7 +63,7 @@ def prefill(
 def admit(
     state: State, slots: Int[Array, "A"], anchor: Int[Array, "A"], requests: Requests
 ) -> State:
-    """Start decoding in prefilled slots. ``requests`` holds A rows; ``anchor`` the last prompt tokens."""
+    """Start decoding in prefilled slots, each from its ``anchor``, the last token of its prompt."""
 
     def put(old: Array, new: Any) -> Array:
         return old.at[slots].set(new, mode="drop")

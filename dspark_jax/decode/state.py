@@ -46,8 +46,7 @@ class Logprobs:
     top_values: Float[Array, "S M n"]
 
 
-@flax.struct.dataclass
-class State:
+class State(flax.struct.PyTreeNode):
     """Slots of a running batch. M bounds the tokens, and so the steps, of one answer.
 
     Attributes:

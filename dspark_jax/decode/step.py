@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.calibration.nearest import nearest_temperatures
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
-from dspark_jax.decode.draft import Drafts, draft, no_drafts
+from dspark_jax.decode.draft import Drafts, draft
 from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, Logprobs, State
 from dspark_jax.models.ragged import Packed, compact, rectangle
-from dspark_jax.calibration.nearest import nearest_temperatures
 from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budget
 from dspark_jax.schedule.cost import CostTables
 from dspark_jax.schedule.survival import age, calibrate, running_product
@@ -56,9 +56,7 @@ def decode_step(
     Nothing that decides budget, bucket, draft depth or skipping depends on this step's draft
     tokens, except under policy "fresh" (docs/exactness.md).
     """
-    sampling = Sampling(
-        state.requests.temperature, state.requests.top_k, state.requests.top_p
-    )
+    sampling = Sampling(state.requests.temperature, state.requests.top_k, state.requests.top_p)
     keys = noise.step_keys(state.requests.seed, state.steps) if config.sampled else None
     room = _room(state)
     if config.mode == "off":
@@ -78,9 +76,7 @@ def decode_step(
 def _room(state: State) -> Int[Array, "S"]:
     """Tokens each request may still emit: its own limit, or the end of its context."""
     used = state.cache.length + 1
-    room = jnp.minimum(
-        state.requests.max_new_tokens - state.emitted, state.requests.context - used
-    )
+    room = jnp.minimum(state.requests.max_new_tokens - state.emitted, state.requests.context - used)
     return jnp.where(state.active, room, 0)
 
 
@@ -88,7 +84,7 @@ def _draft_and_allocate(
     weights: Weights,
     state: State,
     tables: CostTables,
-    keys: Array,
+    keys: Array | None,
     valid: Bool[Array, "S G"],
     config: StepConfig,
 ) -> tuple[Drafts, Int[Array, "S"], Array]:
@@ -194,9 +190,9 @@ def _commit(
     logits = target.unembed(config.target, weights.target, hidden)
     if drafts is None:
         accepted = committed = window
-        tokens = _last_token(weights, logits, packed, keys, None, committed, window, sampling, config)[
-            :, None
-        ]
+        tokens = _last_token(
+            weights, logits, packed, keys, None, committed, window, sampling, config
+        )[:, None]
     else:
         uniforms = None
         if keys is not None:
@@ -272,9 +268,7 @@ def _last_token(
             column = jnp.minimum(committed, config.depth - 1)
             scores = jnp.take_along_axis(draft_scores, column[:, None, None], axis=1)[:, 0]
             mapping = weights.drafter.draft_to_target
-    return final_token(
-        own, scores, mapping, rejected, gumbel, sampling, filtered=config.filtered
-    )
+    return final_token(own, scores, mapping, rejected, gumbel, sampling, filtered=config.filtered)
 
 
 def _finish(
@@ -294,7 +288,9 @@ def _finish(
     return count, jnp.where(state.active, finish, state.finish)
 
 
-def _append(buffer: Array, emitted: Int[Array, "S"], count: Int[Array, "S"], values: Array) -> Array:
+def _append(
+    buffer: Array, emitted: Int[Array, "S"], count: Int[Array, "S"], values: Array
+) -> Array:
     """Write the first ``count`` of each request's ``values`` ``[S, W, ...]`` behind ``emitted``."""
     column = jnp.arange(values.shape[1])[None]
     at = jnp.where(column < count[:, None], emitted[:, None] + column, buffer.shape[1])

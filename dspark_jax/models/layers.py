@@ -34,7 +34,9 @@ def linear(
     return out.reshape(*lead, weight.shape[0])
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+def rms_norm(
+    x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float
+) -> Float[Array, "... D"]:
     """RMS norm in fp32, result in the dtype of ``x``."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -61,14 +63,16 @@ def rope_phases(
 def rotate(
     x: Float[Array, "... X E"], cos: Float[Array, "... E/2"], sin: Float[Array, "... E/2"]
 ) -> Float[Array, "... X E"]:
-    """Apply RoPE (half-split layout, as Hugging Face's) to heads ``x``; phases lack the head axis."""
+    """Apply RoPE to heads ``x``, halves split as Hugging Face does; phases lack the head axis."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 
 
-def swiglu(x: Float[Array, "... D"], gate_up: Float[Array, "2F D"], down: Float[Array, "D F"]) -> Array:
+def swiglu(
+    x: Float[Array, "... D"], gate_up: Float[Array, "2F D"], down: Float[Array, "D F"]
+) -> Array:
     """SwiGLU MLP with gate and up fused in one product."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(jax.nn.silu(gate) * up, down)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import flax.struct
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -42,7 +41,7 @@ class Packed:
     def pack(self, values: Array) -> Array:
         """``[A, W, ...]`` to ``[T, ...]`` packed rows; padding rows hold 0."""
         width = self.row.shape[1]
-        flat = values.reshape((-1,) + values.shape[2:])
+        flat = values.reshape((-1, *values.shape[2:]))
         if self.rectangular:
             return flat
         source = self.request * width + self.within()
@@ -111,5 +110,3 @@ def compact(
         row=row.astype(jnp.int32),
         rectangular=False,
     )
-
-

@@ -71,8 +71,7 @@ class MarkovDrafterWeights:
     draft_to_target: None = None
 
 
-@flax.struct.dataclass
-class MarkovCache:
+class MarkovCache(flax.struct.PyTreeNode):
     """Committed rows; a table needs no keys or values."""
 
     length: Int[Array, "S"]
@@ -127,7 +126,12 @@ def commit_context(config: Any, weights: Any, context: Array, *rows: Array) -> A
 
 
 def block_hidden(
-    config: MarkovDrafterConfig, weights: Any, embed: Array, context: Any, anchor: Array, start: Array
+    config: MarkovDrafterConfig,
+    weights: Any,
+    embed: Array,
+    context: Any,
+    anchor: Array,
+    start: Array,
 ) -> Array:
     """The draft position, so that ``walk`` knows it."""
     position = jnp.arange(config.block_size, dtype=jnp.float32)

@@ -52,7 +52,7 @@ def adversary(vocab_size: int, block_size: int) -> ScriptedConfig:
 
 @flax.struct.dataclass
 class ScriptedWeights:
-    """``script[s, i]`` is the token at position i of slot s's text; one confidence logit for all."""
+    """``script[s, i]`` is the token at position i of slot s's text; ``confidence`` a logit."""
 
     script: Int[Array, "S M"]
     confidence: Float[Array, ""]
