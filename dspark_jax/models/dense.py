@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -133,6 +134,9 @@ def _write_rows(
     position: Int[Array, "T"],
 ) -> Float[Array, "S N K E"]:
     """Put rows at their slot and position; a slot or position out of range writes nothing."""
-    return cache.at[slot, :, position].set(
+    written = cache.at[slot, :, position].set(
         rows.astype(cache.dtype), mode="drop", wrap_negative_indices=False
     )
+    # XLA would repeat the write of a single row inside each of its readers, and copy the cache
+    # so that it can
+    return jax.lax.optimization_barrier(written)

