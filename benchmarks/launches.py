@@ -1,11 +1,11 @@
 """How many kernels one decode step launches, read off its compiled text.
 
-The step is the body of the while loop in the compiled text. Every instruction there that does
-work is one launch (a fusion, a product, a custom call, a copy, a sort, ...); instructions that
-only name, shape or route values are none. Called computations are followed. Of a conditional's
-branches the least and the most are kept. An inner loop counts as often as the text says it
-runs, once where it does not say. Kernels that a GPU command buffer replays together are counted
-one by one.
+The step is the body and the condition of the while loop in the compiled text. Every instruction
+there that does work is one launch (a fusion, a product, a custom call, a copy, a sort, ...);
+instructions that only name, shape or route values are none. Called computations are followed. Of
+a conditional's branches the least and the most are kept. An inner loop counts as often as the text
+says it runs, once where it does not say. Kernels that a GPU command buffer replays together are
+counted one by one.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class Launches:
 
 
 def count_launches(compiled_text: str) -> Launches:
-    """Launches in the body of the largest while loop of a compiled program.
+    """Launches of one turn of the largest while loop of a compiled program.
 
     Raises:
         ValueError: the text holds no while loop.
     """
     computations = _computations(compiled_text)
-    bodies = [
-        _called(line, "body")[0]
+    turns = [
+        _turn(computations, line)
         for lines in computations.values()
         for line in lines
         if _opcode(line) == "while"
     ]
-    if not bodies:
+    if not turns:
         raise ValueError("the compiled text holds no while loop")
-    return max((_count(computations, body) for body in bodies), key=lambda found: found.most)
+    return max(turns, key=lambda turn: turn.most)
 
 
 def _computations(text: str) -> dict[str, list[str]]:
@@ -95,6 +95,12 @@ def _called(line: str, role: str) -> list[str]:
     return []
 
 
+def _turn(computations: dict[str, list[str]], loop: str) -> Launches:
+    """Launches of one turn of a loop."""
+    body, condition = (_called(loop, role)[0] for role in ("body", "condition"))
+    return _count(computations, body) + _count(computations, condition)
+
+
 def _count(computations: dict[str, list[str]], name: str) -> Launches:
     total = Launches(0, 0)
     for line in computations[name]:
@@ -104,8 +110,7 @@ def _count(computations: dict[str, list[str]], name: str) -> Launches:
             continue
         if opcode == "while":
             trips = _TRIPS.search(line)
-            body = _count(computations, _called(line, "body")[0])
-            total += body.times(int(trips[1]) if trips else 1)
+            total += _turn(computations, line).times(int(trips[1]) if trips else 1)
         elif opcode == "conditional":
             names = _called(line, "branch_computations") or [
                 *_called(line, "true_computation"),

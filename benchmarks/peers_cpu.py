@@ -32,7 +32,11 @@ def transformers_decoder(gguf: Path, dtype: str, threads: int) -> Decode:
 
     torch.set_num_threads(threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, dtype=getattr(torch, dtype)
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        dtype=getattr(torch, dtype),
+        # weights left in GGUF blocks would be unpacked again at every product
+        quantization_config=transformers.GgufConfig(dequantize=True),
     )
     model.eval()
 
@@ -51,9 +55,18 @@ def transformers_decoder(gguf: Path, dtype: str, threads: int) -> Decode:
     return decode
 
 
-def llama_cpp_decoder(gguf: Path, context: int, threads: int) -> Decode:
+def llama_cpp_decoder(gguf: Path, context: int, threads: int, repack: bool) -> Decode:
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
+    if not repack:
+        defaults = llama_cpp.llama_model_default_params
+
+        def without_repacking() -> Any:
+            params = defaults()
+            params.use_extra_bufts = False
+            return params
+
+        llama_cpp.llama_cpp.llama_model_default_params = without_repacking
     model = llama_cpp.Llama(
         str(gguf), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False
     )
@@ -88,6 +101,11 @@ def main() -> int:
     parser.add_argument("record", type=Path, help="JSON written by benchmarks.speed")
     parser.add_argument("gguf", type=Path, help="the target's GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--no-repack",
+        action="store_true",
+        help="keep llama.cpp's weights as stored: 0.3.36 crashes on some CPUs with AMX otherwise",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     record = json.loads(options.record.read_text())
@@ -100,7 +118,9 @@ def main() -> int:
                 options.gguf, dtype, options.threads
             )
     if importlib.util.find_spec("llama_cpp"):
-        arms["llama.cpp"] = lambda: llama_cpp_decoder(options.gguf, context, options.threads)
+        arms["llama.cpp"] = lambda: llama_cpp_decoder(
+            options.gguf, context, options.threads, not options.no_repack
+        )
     if not arms:
         print("neither transformers nor llama_cpp is installed")
         return 1
@@ -109,6 +129,7 @@ def main() -> int:
         "threads": options.threads,
         "machine": platform.processor() or platform.machine(),
         "versions": {"python": platform.python_version()} | _versions(),
+        "repack": not options.no_repack,
         "max_new_tokens": limit,
         "arms": [],
     }
