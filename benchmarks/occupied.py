@@ -110,7 +110,9 @@ class Occupied:
         lowered = slot_programs._RUN.lower(
             self._programs.weights, state, self._programs.tables, np.int32(1), config=self._config
         )
-        return lowered.compile().as_text()
+        text = lowered.compile().as_text()
+        assert text is not None
+        return text
 
 
 def floor_seconds(
