@@ -199,7 +199,9 @@ def test_a_prompt_is_read_in_pieces_while_others_decode(pair, mode):
 
 
 @pytest.mark.parametrize("mode", ["compact", "cap-accept"])
-@pytest.mark.parametrize("price", [{"drafting": 50.0}, {"power": 2, "drafting": 0.0}])
+@pytest.mark.parametrize(
+    "price", [{"drafting": 50.0}, {"per_token": 50.0, "power": 2, "drafting": 0.0}]
+)
 def test_drafts_that_never_pay_leave_plain_decoding(pair, mode, price):
     config = step_config(pair, mode)
     state = filled(pair, config, PROMPT[:2], max_new_tokens=9)
