@@ -118,10 +118,18 @@ def _attend(
     """
     batch, blocks, width, heads, head_dim = query.shape
     kv_heads = context_keys.shape[1]
-    grouped = query.reshape(batch, blocks, width, kv_heads, heads // kv_heads, head_dim)
-    context_scores = _scores("bagnre,bnke->bnagrk", grouped, context_keys)
-    block_scores = _scores("bagnre,bacne->bnagrc", grouped, block_keys)
-    context_scores = jnp.where(visible[:, None, :, None, None], context_scores, -jnp.inf)
+    group = width * (heads // kv_heads)
+    # Batch dimensions in front, so that every product is a plain batch of matrices.
+    rows = query.reshape(batch, blocks, width, kv_heads, heads // kv_heads, head_dim)
+    rows = rows.transpose(0, 3, 1, 2, 4, 5).reshape(batch, kv_heads, blocks * group, head_dim)
+    own_rows = rows.reshape(batch * kv_heads * blocks, group, head_dim)
+    own_keys = block_keys.transpose(0, 3, 1, 2, 4).reshape(-1, width, head_dim)
+    own_values = block_values.transpose(0, 3, 1, 2, 4).reshape(-1, width, head_dim)
+
+    per_block = (batch, kv_heads, blocks, group)
+    context_scores = _scores("bnqe,bnke->bnqk", rows, context_keys).reshape(*per_block, -1)
+    block_scores = _scores("bqe,bce->bqc", own_rows, own_keys).reshape(*per_block, width)
+    context_scores = jnp.where(visible[:, None, :, None], context_scores, -jnp.inf)
     # Every row sees its own block, so the maximum is finite even without context.
     highest = jnp.maximum(
         jnp.max(context_scores, axis=-1, keepdims=True, initial=-jnp.inf),
@@ -131,9 +139,13 @@ def _attend(
     context_weight = jnp.exp(context_scores - highest)
     block_weight = jnp.exp(block_scores - highest)
     total = context_weight.sum(-1, keepdims=True) + block_weight.sum(-1, keepdims=True)
-    mixed = _mix("bnagrk,bnke->bagnre", context_weight / total, context_values)
-    mixed = mixed + _mix("bnagrc,bacne->bagnre", block_weight / total, block_values)
-    return mixed.astype(query.dtype).reshape(batch, blocks, width, heads * head_dim)
+    context_weight = (context_weight / total).reshape(batch, kv_heads, blocks * group, -1)
+    block_weight = (block_weight / total).reshape(-1, group, width)
+    mixed = _mix("bnqk,bnke->bnqe", context_weight, context_values).reshape(*per_block, head_dim)
+    mixed = mixed + _mix("bqc,bce->bqe", block_weight, own_values).reshape(mixed.shape)
+    mixed = mixed.reshape(batch, kv_heads, blocks, width, heads // kv_heads, head_dim)
+    mixed = mixed.transpose(0, 2, 3, 1, 4, 5).astype(query.dtype)
+    return mixed.reshape(batch, blocks, width, heads * head_dim)
 
 
 def _scores(pattern: str, query: Array, keys: Array) -> Array:
