@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.state import State
+from dspark_jax.verify.best import best_token
 
 
 @flax.struct.dataclass
@@ -72,13 +73,13 @@ def draft(
         if keys is not None:
             score = logits / temperature
             draw = noise.gumbel(keys, noise.DRAFT, j + 1, score.shape[-1])
-            column = jnp.argmax(jnp.where(greedy[:, None], score, score + draw), axis=-1)
+            column = best_token(jnp.where(greedy[:, None], score, score + draw))
             chosen = jnp.take_along_axis(score, column[:, None], axis=-1)[:, 0]
             logprobs.append(chosen - jax.nn.logsumexp(score, axis=-1))
             scores.append(score)
         else:
-            column = jnp.argmax(logits, axis=-1)
-        previous = family.to_target_ids(weights.drafter, column.astype(jnp.int32))
+            column = best_token(logits)
+        previous = family.to_target_ids(weights.drafter, column)
         tokens.append(previous)
         confidences.append(confidence)
     return _pad(config, state.slots, tokens, scores, logprobs, confidences)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.models.ragged import Packed
+from dspark_jax.verify.best import best_token
 from dspark_jax.verify.filters import filter_logits
 
 
@@ -61,7 +62,7 @@ def accepted_prefix(
     owner = jnp.minimum(packed.request, requests - 1)
     column = jnp.minimum(packed.within(), depth - 1)
     judged = drafts[owner, column]
-    accept = judged == jnp.argmax(logits, axis=-1)
+    accept = judged == best_token(logits)
     if draft_logprob is not None:
         assert uniforms is not None
         own = jax.tree.map(lambda field: field[owner], sampling)
@@ -92,7 +93,7 @@ def final_token(
     draft rejected there was drawn from (None when nothing was drafted). ``gumbel`` is None when
     every request is greedy.
     """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = best_token(logits)
     if gumbel is None:
         return best
     scores = target_scores(logits, sampling, filtered=filtered)
@@ -105,5 +106,5 @@ def final_token(
         # p == q to the last bit leaves no residual; a rejection is then a rounding event
         usable = rejected & (residual.sum(axis=-1) > 0)
         scores = jnp.where(usable[:, None], jnp.log(residual), scores)
-    drawn = jnp.argmax(scores + gumbel, axis=-1).astype(jnp.int32)
+    drawn = best_token(scores + gumbel)
     return jnp.where(sampling.greedy, best, drawn)
