@@ -1,6 +1,8 @@
 """Settings of the whole suite: exact fp32 products and a compilation cache that survives runs."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -21,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def listening_to_ctrl_c() -> Iterator[None]:
+    """Python's own SIGINT handler; a suite started in the background inherits none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -140,6 +140,7 @@ def test_stops_and_logprobs_reach_the_request(counting, tmp_path):
     assert json.loads(out.read_text())["token_ids"] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 def test_an_interrupted_command_says_so_in_its_exit_code(counting, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
 

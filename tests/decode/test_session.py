@@ -245,6 +245,7 @@ def test_streamed_text_is_the_final_text_in_whole_characters(params):
     assert silent == answer
 
 
+@pytest.mark.usefixtures("listening_to_ctrl_c")
 def test_ctrl_c_keeps_what_was_answered():
     slow = session(batch=1, chunk_steps=1)
     done = []
