@@ -108,7 +108,12 @@ class Occupied:
         """Optimised program of the device loop; found in the compiler's cache after a run."""
         state = jax.eval_shape(lambda: self._programs.start(self._config))
         lowered = slot_programs._RUN.lower(
-            self._programs.weights, state, self._programs.tables, np.int32(1), config=self._config
+            self._programs.weights,
+            state,
+            self._programs.tables,
+            np.int32(1),
+            np.int32(0),
+            config=self._config,
         )
         text = lowered.compile().as_text()
         assert text is not None

@@ -84,14 +84,15 @@ def run_steps(
     state: State,
     tables: CostTables,
     steps: int | Int[Array, ""],
+    keep: int | Int[Array, ""] = 0,
     *,
     config: StepConfig,
 ) -> State:
-    """Decode until ``steps`` steps are done or no request is active."""
+    """Decode until ``steps`` steps are done or no more than ``keep`` requests are active."""
 
     def going(carry: tuple[State, Array]) -> Array:
         state, done = carry
-        return (done < steps) & state.active.any()
+        return (done < steps) & (state.active.sum() > keep)
 
     def body(carry: tuple[State, Array]) -> tuple[State, Array]:
         state, done = carry

@@ -14,6 +14,9 @@ from dspark_jax.decode.slots import Admission, Rows, SlotPrograms, Status
 from dspark_jax.decode.stops import StopAwareStream, find_stop
 from dspark_jax.text.text import Text
 
+UNWATCHED = 4
+"""How much longer a chunk of steps may be when no text is streamed and no stop string watched."""
+
 FINISH: dict[int, FinishReason] = {
     states.RUNNING: "abort",
     states.STOP: "stop",
@@ -80,7 +83,7 @@ class Run:
                 if interrupt.pending:
                     raise KeyboardInterrupt
                 self._fill()
-                self._state = self._programs.run(self._state, self._steps, config=self._config)
+                self._decode()
                 # The host writes up what ended before while the device runs the next chunk.
                 self._settle()
                 self._look()
@@ -102,6 +105,14 @@ class Run:
             self._running[slot] = job = self._waiting.popleft()
             admissions.append(job.admission(slot))
         self._state = self._programs.fill(self._state, admissions, config=self._config)
+
+    def _decode(self) -> None:
+        """Start a chunk: short while somebody watches, else until enough slots can be refilled."""
+        watched = any(job.params.stop or job.stream for job in self._running.values())
+        steps = self._steps if watched else UNWATCHED * self._steps
+        refill = max(1, self._programs.slots // 8)
+        keep = max(0, len(self._running) - refill) if self._waiting else 0
+        self._state = self._programs.run(self._state, steps, keep, config=self._config)
 
     def _look(self) -> None:
         """Free the slots of what ended, and stop what met a stop string."""

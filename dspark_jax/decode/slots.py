@@ -149,9 +149,11 @@ class SlotPrograms:
             state = self._fill_group(state, part, config)
         return state
 
-    def run(self, state: State, steps: int, *, config: StepConfig) -> State:
-        """Decode up to ``steps`` steps."""
-        return _RUN(self.weights, state, self.tables, np.int32(steps), config=config)
+    def run(self, state: State, steps: int, keep: int = 0, *, config: StepConfig) -> State:
+        """Decode up to ``steps`` steps, or until no more than ``keep`` slots are active."""
+        return _RUN(
+            self.weights, state, self.tables, np.int32(steps), np.int32(keep), config=config
+        )
 
     def status(self, state: State) -> Status:
         """Progress of every slot, on the host: the one read of a chunk."""
