@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from dspark_jax.json_file import read_object
+
 DISTANT = 0.15
 """Sampling temperatures further apart than this accept differently enough to be told."""
 
@@ -82,9 +84,12 @@ def load_calibration(path: str | Path, *, block_size: int) -> Calibration:
         ValueError: no entry, two entries of one temperature, a list of another length than
             the block size, or an STS temperature that is not above 0.
     """
-    data = json.loads(Path(path).read_text())
+    data = read_object(path)
     if "entries" in data:
-        found = [_entry(item, block_size, path) for item in data["entries"]]
+        items = data["entries"]
+        if not isinstance(items, list):
+            raise ValueError(f"calibration {path}: entries is {items!r}; wanted a list")
+        found = [_entry(item, block_size, path) for item in items]
     elif "temperatures" in data:
         found = [_entry({"temperature": 0.0, **data}, block_size, path)]
     else:
@@ -107,10 +112,12 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
 
 
 def _entry(item: dict[str, Any], block_size: int, path: str | Path) -> CalibrationEntry:
+    if not isinstance(item, dict):
+        raise ValueError(f"calibration {path}: an entry is {item!r}; wanted an object")
     for name in ("temperature", "temperatures"):
         if name not in item:
             raise ValueError(f"calibration {path}: an entry lacks {name}, it has {sorted(item)}")
-    temperature = float(item["temperature"])
+    temperature = _number(item["temperature"], "temperature", path)
     if not (np.isfinite(temperature) and temperature >= 0):
         raise ValueError(
             f"calibration {path}: temperature is {temperature}, it must be 0 (greedy) or more"
@@ -121,12 +128,14 @@ def _entry(item: dict[str, Any], block_size: int, path: str | Path) -> Calibrati
         if values is None:
             lists[name] = None
             continue
+        if not isinstance(values, list):
+            raise ValueError(f"calibration {path}: {name} is {values!r}; wanted a list of numbers")
         if len(values) != block_size:
             raise ValueError(
                 f"calibration {path}: {name} at temperature {temperature:g} has {len(values)} "
                 f"values, the drafter's block size is {block_size}"
             )
-        lists[name] = tuple(float(value) for value in values)
+        lists[name] = tuple(_number(value, name, path) for value in values)
     fitted = lists["temperatures"]
     if fitted is None or not all(np.isfinite(value) and value > 0 for value in fitted):
         raise ValueError(
@@ -136,3 +145,9 @@ def _entry(item: dict[str, Any], block_size: int, path: str | Path) -> Calibrati
     return CalibrationEntry(
         temperature, fitted, item.get("num_samples"), lists["ece_before"], lists["ece_after"]
     )
+
+
+def _number(value: Any, name: str, path: str | Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"calibration {path}: {name} holds {value!r}; wanted a number")
+    return float(value)

@@ -28,6 +28,7 @@ from dspark_jax.checkpoints.tensors import READABLE_DTYPES, SafetensorsSource
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.validate import check_fits
 from dspark_jax.drafter.weights import DrafterWeights
+from dspark_jax.json_file import read_object
 
 # d2t and t2d of a pruned vocabulary are no floats.
 _STORED_DTYPES = (*READABLE_DTYPES, "I64", "BOOL")
@@ -68,7 +69,7 @@ def load_drafter(
         ValueError: a checkpoint that is faulty, not supported, or of another target.
     """
     directory = find_drafter(path_or_name)
-    raw = json.loads((directory / "config.json").read_text())
+    raw = read_object(directory / "config.json")
     dialect = dialect_of(raw, directory)
     target_config = target[0]
     config = drafter_config(raw, directory, target_config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from dspark_jax.checkpoints.gguf_file import GgufFile
 from dspark_jax.checkpoints.hub import fetch
 from dspark_jax.checkpoints.target import dense_config, dense_weights
 from dspark_jax.checkpoints.tensors import SafetensorsSource
+from dspark_jax.json_file import read_object
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.weights import DenseWeights
 from dspark_jax.text.text import Text
@@ -85,7 +85,7 @@ def _from_folder(path: Path, dtype: Any, name: str) -> LoadedTarget:
     config_file = path / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"no config.json in {path}")
-    raw = json.loads(config_file.read_text())
+    raw = read_object(config_file)
     config = dense_config(raw, config_file)
     weights = dense_weights(config, SafetensorsSource(path), dtype, path)
     text = Text.from_folder(path) if (path / "tokenizer.json").is_file() else None
@@ -105,7 +105,7 @@ def _from_gguf(path: Path, dtype: Any, name: str) -> LoadedTarget:
 def _stop_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """End-of-text ids, one or a list: the generation config's, else the model config's."""
     generation = path / "generation_config.json"
-    settings = json.loads(generation.read_text()) if generation.is_file() else {}
+    settings = read_object(generation) if generation.is_file() else {}
     stops = settings.get("eos_token_id")
     if stops is None:
         stops = raw.get("eos_token_id")

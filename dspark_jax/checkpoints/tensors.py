@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from dspark_jax.json_file import read_object
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
 
@@ -100,7 +101,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = sorted(set(_weight_map(index).values()))
         files = [path / shard for shard in shards]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
@@ -109,3 +110,11 @@ def _files(path: Path) -> list[Path]:
     if single.is_file():
         return [single]
     raise FileNotFoundError(f"no model.safetensors and no model.safetensors.index.json in {path}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor, as the index of a sharded checkpoint names it."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ValueError(f"{index} has no weight_map from tensor names to files")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from dspark_jax.checkpoints.drafter_config import dialect_of, is_drafter
 from dspark_jax.cli.check_drafter import check_deepspec, check_speculators
 from dspark_jax.cli.check_rows import Row
 from dspark_jax.cli.check_target import check_folder, check_text_folder
+from dspark_jax.json_file import read_object
 
 
 def check(
@@ -62,7 +62,7 @@ def compare(directory: Path, target: str | None) -> list[Row]:
     config_file = directory / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"no config.json and no text_and_greedy.json in {directory}")
-    raw = json.loads(config_file.read_text())
+    raw = read_object(config_file)
     if not is_drafter(raw):
         return check_folder(directory)
     if dialect_of(raw, directory) == "deepspec":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,12 @@ from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.dspark import embed_tokens
 from dspark_jax.drafter.heads import walk_block
 from dspark_jax.drafter.weights import DrafterWeights
+from dspark_jax.json_file import read_object
 
 
 def check_deepspec(directory: Path, target: Path | str | None) -> list[Row]:
     """Compare a DeepSpec drafter, which brings all it needs; a target is only checked to fit."""
-    raw = json.loads((directory / "config.json").read_text())
+    raw = read_object(directory / "config.json")
     if target is None:
         config = drafter_config(raw, directory)
         tensors = DrafterTensors(SafetensorsSource(directory), directory)
@@ -39,14 +39,14 @@ def check_deepspec(directory: Path, target: Path | str | None) -> list[Row]:
         drafter = load_drafter(directory, (loaded.config, loaded.weights), jnp.float32)
         config, weights = drafter.config, drafter.weights
     golden = load_file(directory / "golden.safetensors")
-    metrics = json.loads((directory / "golden_metrics.json").read_text())
+    metrics = read_object(directory / "golden_metrics.json")
     rows = _training_rows(config, weights, golden, metrics)
     return rows + _round_rows(config, weights, golden)
 
 
 def check_speculators(directory: Path, target: Path | str | None) -> list[Row]:
     """Compare a speculators drafter; the target is by default the folder its config names."""
-    raw = json.loads((directory / "config.json").read_text())
+    raw = read_object(directory / "config.json")
     beside = directory.parent / raw["speculators_config"]["verifier"]["name_or_path"]
     loaded = load_target(target or beside, jnp.float32)
     drafter = load_drafter(directory, (loaded.config, loaded.weights), jnp.float32)

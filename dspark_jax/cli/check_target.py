@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
 from dspark_jax.cli.check_rows import Row, absolute, identical
+from dspark_jax.json_file import read_object
 from dspark_jax.models.ragged import rectangle
 
 SMOLLM2_LAYERS = (0, 9, 19)
@@ -49,7 +49,7 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
     target = load_target(name_or_path or SMOLLM2, jnp.float32)
     if target.text is None:
         raise ValueError(f"{target.name} has no tokenizer, and {directory} holds tokenised text")
-    recorded = json.loads((directory / "text_and_greedy.json").read_text())
+    recorded = read_object(directory / "text_and_greedy.json")
     rows = [
         identical(f"strings[{index}].ids", target.text.encode(entry["text"]), entry["ids"])
         for index, entry in enumerate(recorded["strings"])

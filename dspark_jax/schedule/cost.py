@@ -16,7 +16,6 @@ timed as they are. SGLang's floor-probe and additive tables are read as well.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from dspark_jax.calibration.file import Calibration
+from dspark_jax.json_file import read_object
 
 
 @flax.struct.dataclass
@@ -116,7 +116,7 @@ def load_costs(
         ValueError: the file is malformed, or was measured for another device, model, dtype or
             block size. SGLang's files do not say what they were measured for.
     """
-    data = json.loads(Path(path).read_text())
+    data = read_object(path)
     if "bias_seconds" in data:
         verify, draft = _additive(data, path, slots, block_size)
         contexts = np.zeros(1)
@@ -175,7 +175,9 @@ def _measured(
     verify, draft = _field(data, "verify", path), _field(data, "draft", path)
     tokens = _increasing(_field(verify, "tokens", path), "verify.tokens", path)
     requests = _increasing(_field(draft, "requests", path), "draft.requests", path)
-    largest = _field(data, "largest_bucket", path)
+    largest = float(_numbers(_field(data, "largest_bucket", path), "largest_bucket", path, ndim=0))
+    if largest < 1:
+        raise ValueError(f"cost table {path}: largest_bucket is {largest:g}, wanted 1 or more")
     return (
         MeasuredCosts(
             tokens,
@@ -201,7 +203,7 @@ def _additive(
 
     α is the draft's share; bias and θ are the verify's.
     """
-    bias = _field(data, "bias_seconds", path)
+    bias = float(_numbers(_field(data, "bias_seconds", path), "bias_seconds", path, ndim=0))
     if not bias > 0:
         raise ValueError(f"cost table {path}: bias_seconds is {bias}, it must be above 0")
     costs = []
@@ -210,7 +212,7 @@ def _additive(
         ("bs_probes", "alpha_seconds", slots),
     ):
         sizes = _increasing(_field(data, probes, path), probes, path)
-        values = np.asarray(_field(data, seconds, path), np.float64)
+        values = _numbers(_field(data, seconds, path), seconds, path, ndim=1)
         if values.shape != sizes.shape:
             raise ValueError(
                 f"cost table {path}: {seconds} has {values.size} values for {sizes.size} {probes}"
@@ -231,10 +233,11 @@ def _floor_probe(
 ) -> tuple[MeasuredCosts, MeasuredCosts]:
     """SGLang's steps per second of whole steps: a size runs at the rate of the probe below it."""
     sizes = _increasing(_field(data, "sample_batch_tokens", path), "sample_batch_tokens", path)
-    rates = np.asarray(_field(data, "sample_steps_per_sec", path), np.float64)
+    name = "sample_steps_per_sec"
+    rates = _numbers(_field(data, name, path), name, path, ndim=1)
     if rates.shape != sizes.shape or not (rates > 0).all():
         raise ValueError(
-            f"cost table {path}: sample_steps_per_sec must hold {sizes.size} rates above 0, "
+            f"cost table {path}: {name} must hold {sizes.size} rates above 0, "
             f"found {rates.tolist()}"
         )
     every = np.arange(1, slots * (block_size + 1) + 1)
@@ -248,15 +251,29 @@ def _per_size(seconds: np.ndarray) -> MeasuredCosts:
     return MeasuredCosts(sizes, seconds[:, None], len(seconds))
 
 
-def _field(data: dict[str, Any], name: str, path: str | Path) -> Any:
+def _field(data: Any, name: str, path: str | Path) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(f"cost table {path}: wanted an object that holds {name}, found {data!r}")
     if name not in data:
         raise ValueError(f"cost table {path}: {name} is missing, found {sorted(data)}")
     return data[name]
 
 
+def _numbers(values: Any, name: str, path: str | Path, *, ndim: int) -> np.ndarray:
+    """``values`` as an array of ``ndim`` axes, numbers all, none of them NaN."""
+    try:
+        array = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        array = np.asarray(np.nan)
+    if array.ndim != ndim or np.isnan(array).any():
+        wanted = ("a number", "a list of numbers", "a list of lists of numbers, all of one length")
+        raise ValueError(f"cost table {path}: {name} is {values!r}; wanted {wanted[ndim]}")
+    return array
+
+
 def _increasing(values: Any, name: str, path: str | Path, least: float = 1) -> np.ndarray:
-    array = np.asarray(values, np.float64)
-    if array.ndim != 1 or not array.size or array[0] < least or not (np.diff(array) > 0).all():
+    array = _numbers(values, name, path, ndim=1)
+    if not array.size or array[0] < least or not (np.diff(array) > 0).all():
         raise ValueError(
             f"cost table {path}: {name} must be a list that increases from {least} or more, "
             f"found {values}"
@@ -265,7 +282,7 @@ def _increasing(values: Any, name: str, path: str | Path, least: float = 1) -> n
 
 
 def _seconds(values: Any, name: str, shape: tuple[int, int], path: str | Path) -> np.ndarray:
-    array = np.asarray(values, np.float64)
+    array = _numbers(values, name, path, ndim=2)
     if array.shape != shape:
         raise ValueError(
             f"cost table {path}: {name} has shape {array.shape}, sizes by contexts ask for {shape}"

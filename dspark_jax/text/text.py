@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from dspark_jax.json_file import read_object
 from dspark_jax.text.chat_template import ChatTemplate
 from dspark_jax.text.gguf_tokenizer import gguf_tokenizer
 from dspark_jax.text.stream import TextStream
@@ -44,7 +44,7 @@ class Text:
         except Exception as error:  # the tokenizers package raises bare Exception
             raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
         settings_file = folder / "tokenizer_config.json"
-        settings = json.loads(settings_file.read_text()) if settings_file.is_file() else {}
+        settings = read_object(settings_file) if settings_file.is_file() else {}
         template_file = folder / "chat_template.jinja"
         source = (
             template_file.read_text()

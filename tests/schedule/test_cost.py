@@ -104,6 +104,13 @@ def test_a_table_measured_for_something_else_is_refused_naming_both(tmp_path, na
         (("draft", "seconds"), [[0.5, 0.6], [0.0, 0.8]], "finite and above 0"),
         (("draft", "requests"), [], "draft.requests"),
         (("contexts",), [100, 0], "contexts"),
+        (("contexts",), "many", "contexts is 'many'; wanted a list of numbers"),
+        (("verify",), None, "wanted an object that holds tokens, found None"),
+        (("verify", "tokens"), [1, "b"], r"verify.tokens is \[1, 'b'\]; wanted a list of numbers"),
+        (("verify", "seconds"), [[1], [2, 3]], "verify.seconds is .*; wanted a list of lists"),
+        (("draft", "requests"), {}, "draft.requests is {}; wanted a list of numbers"),
+        (("largest_bucket",), "big", "largest_bucket is 'big'; wanted a number"),
+        (("largest_bucket",), 0, "largest_bucket is 0, wanted 1 or more"),
     ],
 )
 def test_a_malformed_table_is_refused(tmp_path, place, value, message):
@@ -144,6 +151,8 @@ def test_sglangs_additive_table_is_split_into_draft_and_verify(tmp_path):
     found = load(tmp_path, table)
     np.testing.assert_allclose(found.verify[0], [1, 1, 1, 2, 3, 4, 5, 5, 5])
     np.testing.assert_allclose(found.draft, [[0.25, 0.25, 0.5]])
+    with pytest.raises(ValueError, match="bias_seconds is 'a'; wanted a number"):
+        load(tmp_path, {**table, "bias_seconds": "a"})
     with pytest.raises(ValueError, match="bias_seconds is 0"):
         load(tmp_path, {**table, "bias_seconds": 0})
     with pytest.raises(ValueError, match="alpha_seconds has 1 values for 2"):
