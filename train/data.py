@@ -120,7 +120,10 @@ def read_dataset(folder: Path) -> TokenDataset:
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise FileNotFoundError(f"{folder} is no data folder: it has no {MANIFEST}")
+        raise FileNotFoundError(
+            f"{folder} is no data folder: it has no {MANIFEST}; "
+            "make one with python -m train.answers CONFIG.toml"
+        )
     shards = sorted(folder.glob("shard-*.npz"))
     if not shards:
         raise FileNotFoundError(f"{folder} holds no complete shard: build the data first")

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from dspark_jax.checkpoints.drafter import load_drafter
 from dspark_jax.checkpoints.resolve import load_target
 from dspark_jax.decode.config import Mode, Policy
+from dspark_jax.decode.interrupt import Interrupt
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.text.text import Text
@@ -56,7 +57,7 @@ def generate(
 
     Args:
         target: smollm2-135m, a Hugging Face folder or id, or a .gguf file.
-        drafter: a drafter folder, the name of a shipped one, or none.
+        drafter: a drafter folder, the name of a shipped one, a Hugging Face id, or none.
         prompt: one prompt; its answer streams to the terminal.
         prompts: a JSON Lines file; each line holds `turns` (user messages, answered through the
             chat template) or `prompt` (raw text).
@@ -87,6 +88,8 @@ def generate(
     """
     if (prompt is None) == (prompts is None):
         raise ValueError("give one of --prompt TEXT and --prompts FILE.jsonl")
+    if prompt == "":
+        raise ValueError("--prompt is empty; wanted at least one character")
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -101,7 +104,7 @@ def generate(
     if prompts is not None:
         lines = read_prompts(prompts)
     else:
-        lines = [{"prompt": prompt} if raw else {"turns": [prompt or ""]}]
+        lines = [{"prompt": prompt} if raw else {"turns": [prompt]}]
     loaded = load_target(target, dtype)
     text = loaded.text
     if text is None:
@@ -135,26 +138,31 @@ def generate(
         calibration=calibration,
     )
     with ExitStack() as stack:
-        out = stack.enter_context(json.open("w")) if json is not None else None
-        answers = _answer_turns(session, text, lines, params, turns)
+        out = stack.enter_context(json.open("w", encoding="utf-8")) if json is not None else None
+        interrupt = stack.enter_context(Interrupt())
+        answers = _answer_turns(session, text, lines, params, turns, interrupt)
         for own in answers:
             if out is not None:
                 _write(out, own, logprobs is not None)
             elif len(lines) > 1:
                 print(own[-1].text)
-    if any(answer.finish_reason == "abort" for own in answers for answer in own):
-        return INTERRUPTED
-    return 0
+    return INTERRUPTED if interrupt.pending else 0
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """Lines of a prompt file, each with a list of strings ``turns`` or a string ``prompt``.
 
     Raises:
-        ValueError: an empty file, a line that is no such object; names the line.
+        ValueError: an empty file, a line that is no such object or holds an empty string;
+            names the line.
     """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
     lines = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # Not splitlines(): a JSON string may hold U+2028 and other line ends of Unicode.
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -169,6 +177,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}: wanted turns (a list of strings) or prompt (a string), "
                 f"found {line[:80]}"
             )
+        if "" in (turns if chat else [prompt]):
+            raise ValueError(f"{path}, line {number}: an empty prompt or turn in {line[:80]}")
         lines.append({"turns": turns} if chat else {"prompt": prompt})
     if not lines:
         raise ValueError(f"{path} holds no prompt")
@@ -201,51 +211,64 @@ def _answer_turns(
     lines: Sequence[dict[str, Any]],
     params: SamplingParams,
     turns: int,
+    interrupt: Interrupt,
 ) -> list[list[Completion]]:
-    """Every prompt's answers, a round of generation for each turn."""
+    """Every prompt's answers, a round of generation for each turn; Ctrl-C ends the last round.
+
+    A later turn whose conversation has outgrown the context gets an empty answer that says so.
+    """
     answers: list[list[Completion]] = [[] for _ in lines]
     for turn in range(turns):
-        asked = [
-            index
-            for index, line in enumerate(lines)
-            if turn == 0 or (turn < len(line.get("turns", [])) and not _aborted(answers[index]))
-        ]
-        requests = []
-        for index in asked:
-            said = [answer.text or "" for answer in answers[index]]
-            ids = _prompt_ids(text, lines[index], said)
+        if interrupt.pending:
+            break
+        asked, requests = [], []
+        for index, line in enumerate(lines):
+            if turn > 0 and turn >= len(line.get("turns", [])):
+                continue
+            ids = _prompt_ids(text, line, [answer.text or "" for answer in answers[index]])
+            if turn > 0 and len(ids) >= session.context:
+                answers[index].append(_no_room(ids, params))
+                continue
+            asked.append(index)
             requests.append(Request(ids, _seeded(params, index + turn * len(lines))))
-        found = _run(session, requests, stream=len(lines) == 1)
+        found = _run(session, requests, interrupt, stream=len(lines) == 1)
         for index, completion in zip(asked, found, strict=True):
             answers[index].append(completion)
     return answers
 
 
-def _run(session: Generator, requests: Sequence[Request], *, stream: bool) -> list[Completion]:
+def _run(
+    session: Generator, requests: Sequence[Request], interrupt: Interrupt, *, stream: bool
+) -> list[Completion]:
     """Generate with the text of the one answer, or a progress bar over many, on the terminal."""
+    if not requests:
+        return []
     if stream:
 
         def show(piece: str) -> None:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
-        found = session.generate(requests, on_text=show)
+        found = session.generate(requests, on_text=show, interrupt=interrupt)
         print()
         return found
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=len(requests))
-        return session.generate(requests, on_completion=lambda *_: progress.advance(task))
+        return session.generate(
+            requests, on_completion=lambda *_: progress.advance(task), interrupt=interrupt
+        )
+
+
+def _no_room(prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    logprobs = None if params.logprobs is None else ()
+    return Completion(tuple(prompt_ids), (), "", "context", (), (), (), logprobs)
 
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:
     if params.seed is None:
         return params
     return dataclasses.replace(params, seed=(params.seed + index) % 2**32)
-
-
-def _aborted(answers: Sequence[Completion]) -> bool:
-    return any(answer.finish_reason == "abort" for answer in answers)
 
 
 def _record(answer: Completion, logprobs: bool) -> dict[str, Any]:
