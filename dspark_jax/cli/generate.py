@@ -146,7 +146,8 @@ def generate(
                 _write(out, own, logprobs is not None)
             elif len(lines) > 1:
                 print(own[-1].text)
-    return INTERRUPTED if interrupt.pending else 0
+    aborted = any(answer.finish_reason == "abort" for own in answers for answer in own)
+    return INTERRUPTED if interrupt.pending or aborted else 0
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Literal
 
 NOT_YET = frozenset(
@@ -34,6 +35,16 @@ MAX_LOGPROBS = 20
 """Alternatives a request may have reported beside each token."""
 
 FinishReason = Literal["stop", "length", "context", "abort"]
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Raise for a count that is no whole number: devices would cut it off in silence.
+
+    Raises:
+        ValueError: names the parameter and its value.
+    """
+    if not isinstance(value, Integral):
+        raise ValueError(f"{name} is {value!r}; wanted a whole number")
 
 
 def refuse(parameters: Mapping[str, Any]) -> None:
@@ -86,7 +97,22 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if isinstance(value, bytes) or not isinstance(value, Iterable):
+                raise ValueError(f"{name} is {value!r}; wanted a sequence")
+            object.__setattr__(self, name, tuple(value))
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise ValueError(f"stop holds {text!r}; wanted strings")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise ValueError(f"{name} is {value!r}; wanted a number")
+        for name in ("top_k", "max_new_tokens"):
+            check_whole(name, getattr(self, name))
+        for name in ("seed", "logprobs"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature is {self.temperature}; wanted 0 (greedy) or more")
         if self.top_k < 0:

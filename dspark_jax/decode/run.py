@@ -17,6 +17,9 @@ from dspark_jax.text.text import Text
 UNWATCHED = 4
 """How much longer a chunk of steps may be when no text is streamed and no stop string watched."""
 
+INT32_MAX = 2**31 - 1
+"""Limits on the device are int32; no vocabulary and no context is larger than this."""
+
 FINISH: dict[int, FinishReason] = {
     states.RUNNING: "abort",
     states.STOP: "stop",
@@ -42,10 +45,10 @@ class Job:
             slot=slot,
             prompt_ids=self.prompt_ids,
             temperature=self.params.temperature,
-            top_k=self.params.top_k,
+            top_k=min(self.params.top_k, INT32_MAX),
             top_p=self.params.top_p,
             seed=self.seed,
-            max_new_tokens=self.params.max_new_tokens,
+            max_new_tokens=min(self.params.max_new_tokens, INT32_MAX),
             stop_ids=self.stop_ids,
         )
 
@@ -77,11 +80,16 @@ class Run:
         self._state = programs.start(config)
 
     def until_done(self, interrupt: Interrupt) -> None:
-        """Run chunks of steps until every job is answered or the user has had enough."""
+        """Run chunks of steps until every job is answered or the user has had enough.
+
+        Raises:
+            KeyboardInterrupt: a second Ctrl-C, or one that cost the answers on the device.
+        """
         try:
             while self._waiting or self._running:
                 if interrupt.pending:
-                    raise KeyboardInterrupt
+                    self._abort()
+                    return
                 self._fill()
                 self._decode()
                 # The host writes up what ended before while the device runs the next chunk.
@@ -89,6 +97,9 @@ class Run:
                 self._look()
             self._settle()
         except KeyboardInterrupt:
+            # A second Ctrl-C, or one inside a device call that had already taken the state.
+            if interrupt.pending or self._state.active.is_deleted():
+                raise
             self._abort()
 
     def completions(self) -> list[Completion]:

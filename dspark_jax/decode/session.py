@@ -23,6 +23,7 @@ from dspark_jax.decode.request import (
     Completion,
     Request,
     SamplingParams,
+    check_whole,
     refuse,
 )
 from dspark_jax.decode.run import Job, Run
@@ -91,8 +92,12 @@ class Generator:
         if not_yet:
             raise TypeError(f"Generator has no parameter {next(iter(not_yet))!r}")
         for name, value in (("batch", batch), ("chunk_steps", chunk_steps)):
+            check_whole(name, value)
             if value < 1:
                 raise ValueError(f"{name} is {value}; wanted 1 or more")
+        for name, value in (("lag", lag), ("k", k), ("max_context", max_context)):
+            if value is not None:
+                check_whole(name, value)
         mode = mode or _default_mode(drafter)
         if mode == "off":
             drafter = None
@@ -150,6 +155,7 @@ class Generator:
         *,
         on_text: Callable[[str], None] | None = None,
         on_completion: Callable[[int, Completion], None] | None = None,
+        interrupt: Interrupt | None = None,
     ) -> list[Completion]:
         """Answer every request, in order.
 
@@ -160,6 +166,8 @@ class Generator:
             on_text: called with pieces of text as they become certain; one request only.
             on_completion: called with the index and the answer of each request as it ends;
                 an aborted one has not ended.
+            interrupt: entered by the caller, when one Ctrl-C is to end several calls: it may
+                fall where every answer of this call is already on its way.
 
         Raises:
             ValueError: a request that cannot be answered; nothing has been compiled or run.
@@ -177,8 +185,11 @@ class Generator:
             steps=self.chunk_steps if on_text is None else min(STREAM_STEPS, self.chunk_steps),
             on_completion=on_completion,
         )
-        with Interrupt() as interrupt:
+        if interrupt is not None:
             run.until_done(interrupt)
+        else:
+            with Interrupt() as own:
+                run.until_done(own)
         return run.completions()
 
     def _tables(
@@ -341,5 +352,10 @@ def _buckets(buckets: tuple[int, ...] | None, batch: int, width: int) -> tuple[i
 def _walk_caps(caps: tuple[int, ...] | None, depth: int, priced: bool) -> tuple[int, ...]:
     """Depths the sequential head may stop at; without costs it never stops early."""
     if caps is not None:
+        increasing = all(a < b for a, b in itertools.pairwise(caps))
+        if not caps or caps[-1] != depth or caps[0] < 1 or not increasing:
+            raise ValueError(
+                f"walk_caps are {caps}; wanted increasing depths of 1 or more that end at {depth}"
+            )
         return caps
     return (*(cap for cap in (1, 2, 4) if cap < depth), depth) if priced else (depth,)

@@ -83,7 +83,18 @@ class Text:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``: no special token is added, but special strings in it are parsed."""
+        """Ids of ``text``: no special token is added, but special strings in it are parsed.
+
+        Raises:
+            ValueError: a lone surrogate, which stands for bytes that were no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has {text[error.start]!r} at position {error.start}; "
+                "wanted valid Unicode, without lone surrogates"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:

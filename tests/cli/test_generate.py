@@ -126,6 +126,37 @@ def test_all_turns_are_answered_with_the_earlier_answers_in_the_conversation(cou
     assert Letters().decode(two["prompt_ids"]) == "<1><234><aa"
 
 
+def test_a_conversation_that_outgrows_its_context_keeps_its_answers(counting, tmp_path):
+    prompts = prompt_file(tmp_path, {"turns": ["1", "abcdefgh", "a"]}, {"turns": ["5", "6"]})
+    out = tmp_path / "out.jsonl"
+    flags = ["--prompts", prompts, "--all-turns", "--max-context", "14", "--json", str(out)]
+    assert run(*flags) == 0
+    three, two = (json.loads(line) for line in out.read_text().splitlines())
+    assert [record["text"] for record in three["earlier"]] == ["234", ""]
+    assert (three["finish_reason"], three["token_ids"]) == ("context", [])
+    assert two["text"] == "789"
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
+def test_ctrl_c_ends_every_conversation(counting, tmp_path, monkeypatch):
+    prompts = prompt_file(tmp_path, {"turns": ["1", "2"]}, {"turns": ["3", "4"]})
+    out = tmp_path / "out.jsonl"
+    advance = command.Progress.advance
+
+    def press_ctrl_c(*arguments):
+        monkeypatch.setattr(command.Progress, "advance", advance)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command.Progress, "advance", press_ctrl_c)
+    flags = ["--prompts", prompts, "--all-turns", "--batch", "1", "--json", str(out)]
+    assert run(*flags) == 130
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    # the second prompt was on its way when the first was announced
+    assert (first["text"], second["text"]) == ("234", "456")
+    assert "earlier" not in first
+    assert "earlier" not in second
+
+
 def test_stops_and_logprobs_reach_the_request(counting, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--prompt", "0", "--stop", "zz", "--stop", "45", "--logprobs", "2", "--json", str(out)]
@@ -165,7 +196,8 @@ def test_an_interrupted_command_says_so_in_its_exit_code(counting, tmp_path, mon
         (["--prompt", "1", "--mode", "compact"], "without a drafter"),
         (["--prompt", "1", "--max-context", "1000"], "max_context is 1000, but the target"),
         (["--prompt", "12345", "--raw", "--max-context", "4"], "5 tokens; a context of 4"),
-        (["--prompt", "", "--raw"], "empty prompt"),
+        (["--prompt", "", "--raw"], "--prompt is empty"),
+        (["--prompt", ""], "--prompt is empty"),
         (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
     ],
 )
@@ -185,11 +217,26 @@ def test_a_wrong_command_line_is_one_line_of_error(counting, capsys, flags, mess
         ('{"turns": []}', "line 2: wanted turns"),
         ('{"turns": [1]}', "line 2: wanted turns"),
         ('{"prompt": 3}', "line 2: wanted turns"),
+        ('{"prompt": ""}', "line 2: an empty prompt"),
+        ('{"turns": ["1", ""]}', "line 2: an empty prompt or turn"),
     ],
 )
 def test_a_bad_line_of_a_prompt_file_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         command.read_prompts(Path(prompt_file(tmp_path, {"prompt": "1"}, line)))
+
+
+def test_only_newlines_end_a_line_of_a_prompt_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "a\u2028b\u0085c"}\r\n\r\n{"prompt": "d"}\r\n'.encode())
+    assert command.read_prompts(file) == [{"prompt": "a\u2028b\u0085c"}, {"prompt": "d"}]
+
+
+def test_a_prompt_file_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="prompts.jsonl is not a text in UTF-8"):
+        command.read_prompts(file)
 
 
 def test_an_empty_prompt_file_is_refused(tmp_path):

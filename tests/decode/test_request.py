@@ -20,6 +20,15 @@ from dspark_jax.decode.request import NOT_YET, Completion, SamplingParams
         ("logprobs", -1),
         ("logprobs", 21),
         ("stop", ("",)),
+        ("stop", (1,)),
+        ("stop", b"END"),
+        ("stop_token_ids", 5),
+        ("top_k", 1.5),
+        ("max_new_tokens", 2.5),
+        ("seed", 1.5),
+        ("logprobs", 1.5),
+        ("temperature", "1"),
+        ("top_p", None),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):

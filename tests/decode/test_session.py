@@ -15,6 +15,7 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
+from dspark_jax.decode.slots import SlotPrograms
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.testing.markov import (
@@ -135,6 +136,12 @@ def test_every_mode_gives_the_plain_answer_with_the_best_and_the_worst_drafter(m
         assert answer.accepted_length == 1
     else:
         assert answer.commits == (5, 5, 2)
+
+
+def test_limits_beyond_int32_are_no_limits(oracle):
+    (answer,) = oracle.generate([ask(0, 2**40, temperature=1.0, top_k=2**40)])
+    assert answer.finish_reason == "context"
+    assert len(answer.token_ids) == CONTEXT - 1
 
 
 def test_the_context_ends_an_answer_at_its_last_row(oracle):
@@ -276,6 +283,18 @@ def test_ctrl_c_keeps_what_was_answered():
     assert (waiting.token_ids, waiting.text, waiting.accepted_length) == ((), "", None)
 
 
+def test_a_second_ctrl_c_ends_the_call(monkeypatch):
+    device_call = SlotPrograms.run
+
+    def struck_after_the_state_is_taken(*arguments, **options):
+        device_call(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SlotPrograms, "run", struck_after_the_state_is_taken)
+    with pytest.raises(KeyboardInterrupt):
+        session().generate([ask(0, 9), ask(0, 9)])
+
+
 def test_completions_are_announced_once_each(oracle):
     seen = {}
     answers = oracle.generate(
@@ -389,6 +408,12 @@ def test_a_request_that_cannot_be_answered_is_refused_before_anything_is_compile
         ({"lag": 0}, "lag is 0"),
         ({"k": 5}, r"k is 5; wanted 1\.\.4"),
         ({"k": 0}, r"k is 0; wanted 1\.\.4"),
+        ({"k": 2.5}, r"k is 2\.5; wanted a whole number"),
+        ({"batch": 1.5}, r"batch is 1\.5; wanted a whole number"),
+        ({"lag": 1.5}, r"lag is 1\.5; wanted a whole number"),
+        ({"max_context": 10.5}, r"max_context is 10\.5; wanted a whole number"),
+        ({"walk_caps": (3, 1, 4)}, r"walk_caps are \(3, 1, 4\); wanted increasing"),
+        ({"walk_caps": (5, 4)}, r"walk_caps are \(5, 4\)"),
         ({"buckets": (2, 8)}, r"end at 10"),
         ({"mode": "compact", "pair": drafter(head=False)}, "no confidence head"),
         ({"mode": "static", "pair": None}, "without a drafter"),

@@ -143,3 +143,8 @@ def test_broken_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="not a readable tokenizer"):
         Text.from_folder(tmp_path)
+
+
+def test_bytes_that_were_no_utf8_are_refused():
+    with pytest.raises(ValueError, match=r"has '.udcff' at position 2; wanted valid Unicode"):
+        TEXT.encode("ab" + b"\xff".decode(errors="surrogateescape"))
