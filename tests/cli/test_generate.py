@@ -235,7 +235,7 @@ def test_only_newlines_end_a_line_of_a_prompt_file(tmp_path):
 def test_a_prompt_file_that_is_no_text_is_named(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="prompts.jsonl is not a text in UTF-8"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl is not a text in UTF-8"):
         command.read_prompts(file)
 
 
