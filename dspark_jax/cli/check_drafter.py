@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints.drafter import load_drafter
 from dspark_jax.checkpoints.drafter_config import drafter_config
@@ -18,18 +17,18 @@ from dspark_jax.checkpoints.drafter_deepspec import read_deepspec
 from dspark_jax.checkpoints.drafter_tensors import DrafterTensors
 from dspark_jax.checkpoints.resolve import load_target
 from dspark_jax.checkpoints.tensors import SafetensorsSource
+from dspark_jax.cli.check_recorded import Recorded, recorded_numbers, recorded_tensors
 from dspark_jax.cli.check_rows import Row, absolute, identical, relative
 from dspark_jax.drafter.backbone import block_hidden_from_context, context_features, context_kv
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.dspark import embed_tokens
 from dspark_jax.drafter.heads import walk_block
 from dspark_jax.drafter.weights import DrafterWeights
-from dspark_jax.json_file import read_object
 
 
 def check_deepspec(directory: Path, target: Path | str | None) -> list[Row]:
     """Compare a DeepSpec drafter, which brings all it needs; a target is only checked to fit."""
-    raw = read_object(directory / "config.json")
+    raw = recorded_numbers(directory / "config.json")
     if target is None:
         config = drafter_config(raw, directory)
         tensors = DrafterTensors(SafetensorsSource(directory), directory)
@@ -38,20 +37,20 @@ def check_deepspec(directory: Path, target: Path | str | None) -> list[Row]:
         loaded = load_target(target, jnp.float32)
         drafter = load_drafter(directory, (loaded.config, loaded.weights), jnp.float32)
         config, weights = drafter.config, drafter.weights
-    golden = load_file(directory / "golden.safetensors")
-    metrics = read_object(directory / "golden_metrics.json")
+    golden = recorded_tensors(directory / "golden.safetensors")
+    metrics = recorded_numbers(directory / "golden_metrics.json")
     rows = _training_rows(config, weights, golden, metrics)
     return rows + _round_rows(config, weights, golden)
 
 
 def check_speculators(directory: Path, target: Path | str | None) -> list[Row]:
     """Compare a speculators drafter; the target is by default the folder its config names."""
-    raw = read_object(directory / "config.json")
+    raw = recorded_numbers(directory / "config.json")
     beside = directory.parent / raw["speculators_config"]["verifier"]["name_or_path"]
     loaded = load_target(target or beside, jnp.float32)
     drafter = load_drafter(directory, (loaded.config, loaded.weights), jnp.float32)
     config, weights = drafter.config, drafter.weights
-    golden = load_file(directory / "golden.safetensors")
+    golden = recorded_tensors(directory / "golden.safetensors")
     tokens, anchors = golden["input_ids"].astype(np.int32), golden["anchors"].astype(np.int32)
     family = loaded.config.family
     hidden, base, logits, confidence = _teacher_forced(
@@ -70,7 +69,7 @@ def check_speculators(directory: Path, target: Path | str | None) -> list[Row]:
 
 
 def _training_rows(
-    config: DrafterConfig, weights: DrafterWeights, golden: dict[str, np.ndarray], metrics: Any
+    config: DrafterConfig, weights: DrafterWeights, golden: Recorded, metrics: Recorded
 ) -> list[Row]:
     from train.forward import Sequences
 
@@ -101,18 +100,16 @@ def _training_rows(
     ]
     if confidence is not None:
         rows.append(absolute("confidence_logits", confidence, golden["confidence_logits"], real))
-    for name, (numerator, denominator) in metrics.items():
+    for name, found in terms.metrics.items():
+        numerator, denominator = metrics[name]
         if denominator is None:
             continue
-        found = terms.metrics[name]
         wanted = [numerator, denominator]
         rows.append(relative(name, [found.numerator, found.denominator], wanted))
     return rows
 
 
-def _round_rows(
-    config: DrafterConfig, weights: DrafterWeights, golden: dict[str, np.ndarray]
-) -> list[Row]:
+def _round_rows(config: DrafterConfig, weights: DrafterWeights, golden: Recorded) -> list[Row]:
     tokens, taps = golden["input_ids"][0], golden["target_hidden_states"][0]
     ranges = {name: golden[f"{name}.ctx_range"].tolist() for name in ("round0", "round1")}
     widest = max(end - first for first, end in ranges.values())

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
-from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
+from dspark_jax.cli.check_recorded import recorded_numbers, recorded_tensors
 from dspark_jax.cli.check_rows import Row, absolute, identical
-from dspark_jax.json_file import read_object
 from dspark_jax.models.ragged import rectangle
 
 SMOLLM2_LAYERS = (0, 9, 19)
@@ -23,7 +22,7 @@ SMOLLM2_LAYERS = (0, 9, 19)
 def check_folder(directory: Path) -> list[Row]:
     """Compare a dense target with the tensors recorded beside it."""
     target = load_target(directory, jnp.float32)
-    golden = load_file(directory / "golden.safetensors")
+    golden = recorded_tensors(directory / "golden.safetensors")
     tokens = golden["input_ids"].astype(np.int32)
     layers = target.config.num_hidden_layers
     # The recorded last entry is the one after the final norm; the layer before it has no entry.
@@ -49,7 +48,7 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
     target = load_target(name_or_path or SMOLLM2, jnp.float32)
     if target.text is None:
         raise ValueError(f"{target.name} has no tokenizer, and {directory} holds tokenised text")
-    recorded = read_object(directory / "text_and_greedy.json")
+    recorded = recorded_numbers(directory / "text_and_greedy.json")
     rows = [
         identical(f"strings[{index}].ids", target.text.encode(entry["text"]), entry["ids"])
         for index, entry in enumerate(recorded["strings"])
@@ -65,7 +64,7 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
         answer = answers[index][: len(entry["greedy"])]
         rows.append(identical(f"chat[{index}].greedy", answer, entry["greedy"]))
 
-    golden = load_file(directory / "logits.safetensors")
+    golden = recorded_tensors(directory / "logits.safetensors")
     tokens = golden["prompt_ids"].astype(np.int32)[None]
     final, taps = forward(target, tokens, SMOLLM2_LAYERS)
     states = taps[0].reshape(tokens.shape[1], len(SMOLLM2_LAYERS), -1)

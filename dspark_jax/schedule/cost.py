@@ -55,7 +55,7 @@ class MeasuredCosts:
 
     sizes: np.ndarray
     seconds: np.ndarray
-    largest_bucket: int
+    largest_bucket: float
 
     def at(self, wanted: np.ndarray) -> np.ndarray:
         """``[C, len(wanted)]`` seconds, non-decreasing in the size.

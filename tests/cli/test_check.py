@@ -59,6 +59,31 @@ def test_a_slightly_wrong_weight_fails(folder, name, tmp_path, capsys):
     assert "DIFFERS" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("folder", "file", "content", "message"),
+    [
+        ("dspark_gated", "golden_metrics.json", b"{}", "golden_metrics.json lacks"),
+        ("dspark_gated", "golden_metrics.json", b"{", "is not readable JSON"),
+        ("llama_tiny", "golden.safetensors", b"xxxxxxxxxx", "is not a readable safetensors file"),
+    ],
+)
+def test_a_damaged_recording_is_named(folder, file, content, message, tmp_path, capsys):
+    shutil.copytree(GOLDEN / folder, tmp_path / folder)
+    (tmp_path / folder / file).write_bytes(content)
+    assert main(["check", str(tmp_path / folder)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert file in error
+
+
+def test_a_missing_recording_is_named(tmp_path, capsys):
+    shutil.copytree(GOLDEN / "llama_tiny", tmp_path / "llama_tiny")
+    file = tmp_path / "llama_tiny" / "golden.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if k != "logits"}, file)
+    assert main(["check", str(tmp_path / "llama_tiny")]) == 2
+    assert "golden.safetensors lacks logits, it holds" in capsys.readouterr().err
+
+
 def test_a_model_type_that_is_not_supported_is_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
     assert main(["check", str(tmp_path)]) == 2
