@@ -49,7 +49,7 @@ def demo(
 
     Args:
         target: smollm2-135m, a Hugging Face folder or id, or a .gguf file.
-        drafter: a drafter folder, or the name of a shipped one.
+        drafter: a drafter folder, the name of a shipped one, or a Hugging Face id.
         dtype: of weights and caches, the same for both.
         max_new_tokens: tokens to answer with at most.
         k: drafts in a block; the default is the drafter's block size.
@@ -82,26 +82,26 @@ def demo(
             console.print(f"[bold green]EXACT[/bold green]: all {len(pairs)} answers are the same")
             return 0
         console.print(f"[bold yellow]{len(parted)} of {len(pairs)} answers part[/bold yellow]:")
-        for index, place in parted.items():
-            console.print(
-                f"  {pairs[index].category}: {describe_parting(arms, index, pairs[index], place)}",
-                highlight=False,
-            )
+        with console.status("looking at where they part"):
+            for index, place in parted.items():
+                how = describe_parting(arms, index, pairs[index], place)
+                console.print(f"  {pairs[index].category}: {how}", highlight=False, markup=False)
     if dtype == "float32":
         return 1
+    count = min(len(parted), RECHECKED)
     console.print(
         "bfloat16 keeps about 3 digits, and one row may round otherwise than several: where two "
-        "tokens are that close, either may win."
+        f"tokens are that close, either may win. Decoding {count} of the {len(parted)} again in "
+        "float32 ..."
     )
-    with jax.default_matmul_precision("highest"), console.status("the same in float32"):
+    with jax.default_matmul_precision("highest"), console.status("decoding in float32"):
         exact = parted_answers_agree(
             open_arms(target, drafter, "float32", k, max_new_tokens), parted
         )
-    count = min(len(parted), RECHECKED)
     if exact:
         console.print(
-            f"[bold green]EXACT[/bold green] in float32: {count} of them, decoded again past the "
-            "place where they part, are the same"
+            f"[bold green]EXACT[/bold green] in float32: plain and DSpark agree in all {count} "
+            f"answers decoded again, up to {BEYOND} tokens past the place"
         )
         return 0
     console.print("[bold red]DIFFERENT[/bold red] in float32 as well")
@@ -175,21 +175,19 @@ def answer(session: Generator, ids: Sequence[int], tokens: int) -> tuple[Answer,
 
 def describe_parting(arms: Arms, index: int, pair: Pair, place: int) -> str:
     """How two answers part, and how much plain decoding preferred its own token there."""
+    assert arms.target.text is not None
+    mine, other = pair.plain.token_ids[place], pair.dspark.token_ids[place]
+    own, others = (repr(arms.target.text.decode([token])) for token in (mine, other))
+    parting = f"at token {place}, plain takes {own} and DSpark {others}"
     params = SamplingParams(max_new_tokens=place + 1, logprobs=MAX_LOGPROBS)
     (again,) = arms.plain.generate([Request(arms.prompts[index], params)])
-    assert again.logprobs is not None
-    assert arms.target.text is not None
-    mine, other = (
-        repr(arms.target.text.decode([tokens[place]]))
-        for tokens in (pair.plain.token_ids, pair.dspark.token_ids)
-    )
+    # Reporting logprobs is another program, which may round otherwise and leave the answer.
+    if again.logprobs is None or again.token_ids != pair.plain.token_ids[: place + 1]:
+        return f"{parting}; plain decoding with logprobs gives another answer up to there"
     logprob = dict(again.logprobs[place].top)
-    found = logprob.get(pair.dspark.token_ids[place])
-    if found is None:
-        gap = f"not among the {MAX_LOGPROBS} best of plain decoding"
-    else:
-        gap = f"whose logit is {logprob[pair.plain.token_ids[place]] - found:.2g} lower"
-    return f"at token {place}, plain takes {mine} and DSpark {other}, {gap}"
+    if other not in logprob:
+        return f"{parting}, not among the {MAX_LOGPROBS} best of plain decoding"
+    return f"{parting}, whose logit is {logprob[mine] - logprob[other]:.2g} lower"
 
 
 def parted_answers_agree(arms: Arms, parted: dict[int, int]) -> bool:
