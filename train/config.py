@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -70,7 +71,7 @@ class TrainConfig:
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
-        """Refuse counts below 1 and a chunk that does not divide the anchors."""
+        """Refuse numbers out of range and a chunk that does not divide the anchors."""
         counts = {
             "data.sequence_length": self.data.sequence_length,
             **{
@@ -82,6 +83,15 @@ class TrainConfig:
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.training.seed < 0:
+            raise ValueError(f"training.seed is {self.training.seed}; it must be at least 0")
+        rate = self.training.learning_rate
+        if not (math.isfinite(rate) and rate > 0):
+            raise ValueError(f"training.learning_rate is {rate}; it must be above 0")
+        for name, value in dataclasses.asdict(self.loss).items():
+            lowest = "above 0" if name == "decay" else "0 or more"
+            if not math.isfinite(value) or value < 0 or (name == "decay" and value == 0):
+                raise ValueError(f"loss.{name} is {value}; it must be {lowest}")
         if self.training.num_anchors % self.training.anchor_chunk:
             raise ValueError(
                 f"training.anchor_chunk {self.training.anchor_chunk} does not divide "

@@ -178,7 +178,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}: wanted turns (a list of strings) or prompt (a string), "
                 f"found {line[:80]}"
             )
-        if prompt == "" or (chat and "" in turns):
+        if "" in (turns if isinstance(turns, list) else [prompt]):
             raise ValueError(f"{path}, line {number}: an empty prompt or turn in {line[:80]}")
         lines.append({"turns": turns} if chat else {"prompt": prompt})
     if not lines:

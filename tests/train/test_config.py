@@ -45,6 +45,11 @@ def test_dflash_differs_from_dspark_only_in_its_head_and_output():
         ("anchor_chunk = 4", "anchor_chunk = 3", "anchor_chunk 3 does not divide"),
         ("num_anchors = 8", "num_anchors = 32", "num_anchors 32 must be below"),
         ("steps = 12", "steps = ", "is not valid TOML"),
+        ("steps = 12", "steps = 12\nseed = -1", "training.seed is -1; it must be at least 0"),
+        ("steps = 12", "steps = 12\nlearning_rate = nan", "learning_rate is nan; it must be above"),
+        ("steps = 12", "steps = 12\nlearning_rate = -1", "learning_rate is -1.0; it must be above"),
+        ("[training]", "[loss]\ndecay = 0\n[training]", "loss.decay is 0.0; it must be above 0"),
+        ("[training]", "[loss]\nalpha_l1 = inf\n[training]", "loss.alpha_l1 is inf; it must be 0"),
     ],
 )
 def test_a_wrong_config_is_an_error_that_says_what(tmp_path, before, after, message):
