@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dspark_jax.checkpoints.target import rope_settings
+from dspark_jax.checkpoints.target import check_numbers, rope_settings
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.validate import DrafterMismatch, check_config
 
@@ -90,6 +90,14 @@ def drafter_config(
     missing += [n for n in ("rms_norm_eps", "target_layer_ids") if fields.get(n) is None]
     if missing:
         raise ValueError(f"{where}: config lacks {', '.join(missing)}")
+    check_numbers(fields, (*_INT_FIELDS, "draft_vocab_size", "target_hidden_size"), where)
+    layer_ids = fields["target_layer_ids"]
+    if not isinstance(layer_ids, list | tuple) or any(
+        type(layer) is not int for layer in layer_ids
+    ):
+        raise ValueError(
+            f"{where}: target_layer_ids is {layer_ids!r}; wanted a list of whole numbers"
+        )
     theta, scaling = rope_settings(fields, where)
     config = DrafterConfig(
         **{name: int(fields[name]) for name in _INT_FIELDS},
@@ -97,7 +105,7 @@ def drafter_config(
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=float(fields["rms_norm_eps"]),
-        target_layer_ids=tuple(int(layer) for layer in fields["target_layer_ids"]),
+        target_layer_ids=tuple(layer_ids),
         target_hidden_size=int(fields.get("target_hidden_size") or fields["hidden_size"]),
         markov_head_type=fields.get("markov_head_type") or "vanilla",
         enable_confidence_head=bool(fields.get("enable_confidence_head", False)),

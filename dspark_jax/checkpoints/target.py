@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def dense_config(raw: Mapping[str, Any], where: Path | str) -> DenseConfig:
         missing.append("head_dim")
     if missing:
         raise ValueError(f"{where}: config lacks {', '.join(missing)}")
+    check_numbers(raw, (*names, "num_key_value_heads", "head_dim"), where)
     theta, scaling = rope_settings(raw, where)
     heads = raw["num_attention_heads"]
     config = DenseConfig(
@@ -67,6 +68,21 @@ def dense_config(raw: Mapping[str, Any], where: Path | str) -> DenseConfig:
             f"num_key_value_heads {config.num_key_value_heads}"
         )
     return config
+
+
+def check_numbers(raw: Mapping[str, Any], counts: Sequence[str], where: Path | str) -> None:
+    """Check the type of the numbers of a config; those that are absent or null are left alone.
+
+    Raises:
+        ValueError: a field of ``counts`` that is no whole number, or ``rms_norm_eps`` that is
+            no number.
+    """
+    for name in (*counts, "rms_norm_eps"):
+        value = raw.get(name)
+        kinds = (int, float) if name == "rms_norm_eps" else (int,)
+        if value is not None and type(value) not in kinds:
+            wanted = "a number" if float in kinds else "a whole number"
+            raise ValueError(f"{where}: {name} is {value!r}; wanted {wanted}")
 
 
 def rope_settings(raw: Mapping[str, Any], where: Path | str) -> tuple[float, RopeScaling | None]:

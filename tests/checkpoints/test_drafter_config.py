@@ -91,6 +91,8 @@ def test_a_window_that_is_switched_off_is_none(deepspec):
     ("changes", "words"),
     [
         ({"mask_token_id": None}, ["lacks", "mask_token_id"]),
+        ({"block_size": "x"}, ["block_size is 'x'; wanted a whole number"]),
+        ({"target_layer_ids": [0, "1"]}, ["target_layer_ids is [0, '1']; wanted a list"]),
         ({"mask_token_id": 160}, ["160", "0 to 159"]),
         ({"target_layer_ids": [1, 3]}, ["3", "final layer"]),
         ({"block_size": 0}, ["block_size is 0"]),

@@ -84,6 +84,9 @@ def test_both_spellings_of_llama3_rope_are_read(spelling):
         ({"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"vocab_size": None, "rms_norm_eps": None}, "config lacks vocab_size, rms_norm_eps"),
+        ({"num_attention_heads": "x"}, "num_attention_heads is 'x'; wanted a whole number"),
+        ({"hidden_size": 48.5}, r"hidden_size is 48\.5; wanted a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; wanted a number"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of .* 4"),
     ],
 )
