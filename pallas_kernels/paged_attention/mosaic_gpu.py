@@ -136,8 +136,8 @@ def paged_attention(
 def _product(left: Any, right: Any) -> jax.Array:
     """fp32 product of two matrices in shared memory, on the tensor cores.
 
-    The left one stays out of registers: with a register operand that outlives a loop step the
-    product is wrong from the second step on (jax 0.11.2).
+    The left one stays out of registers: with it there, results on an H200 were wrong as soon as a
+    request had more than one tile (jax 0.11.2; the cause is not isolated).
     """
 
     def run(accumulator):
