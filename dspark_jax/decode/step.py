@@ -218,7 +218,7 @@ def _commit(
     count, finish = _finish(state, tokens, committed, room)
     length = cache.length + count
     context = state.context
-    if config.taps or drafts is not None:
+    if drafts is not None:
         kept = packed.within() < jnp.take(count, packed.request, mode="fill", fill_value=0)
         slot = jnp.where(kept, packed.slot_of_row(state.slots), state.slots)
         context = config.drafter.family.commit_context(
