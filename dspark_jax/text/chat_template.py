@@ -31,8 +31,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template of {where} does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool,
+        thinking: bool | None = None,
+    ) -> str:
         """The conversation as text.
+
+        ``thinking`` reaches the template as ``enable_thinking`` (Qwen3 and others) and
+        ``thinking`` (DeepSeek); None leaves both undefined, the template's own default.
 
         Raises:
             ValueError: a message without role or content, or a conversation that the template
@@ -44,10 +52,12 @@ class ChatTemplate:
                     raise ValueError(
                         f"message {index} has {key} {message.get(key)!r}, wanted a string"
                     )
+        modes = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
+                **modes,
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error

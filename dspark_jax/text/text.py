@@ -105,8 +105,16 @@ class Text:
         """A decoder for ids that arrive a few at a time."""
         return TextStream(self.decode)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        thinking: bool | None = None,
+    ) -> str:
         """The conversation as the chat template writes it.
+
+        ``thinking`` switches the thinking mode of models that have one; None is the template's
+        own default.
 
         Raises:
             ValueError: no template, a message without role or content, or a conversation that
@@ -114,11 +122,11 @@ class Text:
         """
         if self._template is None:
             raise ValueError("this model has no chat template; give a raw prompt instead")
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, thinking)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Ids of the rendered conversation, ready for the model's answer."""
-        return self.encode(self.render(messages))
+        return self.encode(self.render(messages, thinking=thinking))
 
 
 def _default_template(stored: Any) -> str | None:

@@ -107,6 +107,18 @@ def test_a_template_file_wins_over_the_stored_one(tmp_path):
     assert Text.from_folder(tmp_path).render([{"role": "user", "content": "hi"}]) == "new"
 
 
+def test_the_thinking_mode_reaches_the_template_and_is_its_own_default_otherwise(tmp_path):
+    template = (
+        "{% if enable_thinking is not defined %}default"
+        "{% elif enable_thinking and thinking %}on{% else %}off{% endif %}"
+    )
+    text = Text.from_folder(write_folder(tmp_path, chat_template=template))
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = [text.render(messages, thinking=mode) for mode in (None, True, False)]
+    assert rendered == ["default", "on", "off"]
+    assert text.chat_ids(messages, thinking=False) == text.encode("off")
+
+
 def test_chat_without_a_template_is_refused():
     assert not TEXT.has_template
     with pytest.raises(ValueError, match="no chat template"):
