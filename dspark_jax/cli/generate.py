@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from json import JSONDecodeError, dumps, loads
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -20,6 +20,7 @@ from dspark_jax.decode.config import Mode, Policy
 from dspark_jax.decode.interrupt import Interrupt
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.decode.session import Generator
+from dspark_jax.text.prompt_file import read_prompts
 from dspark_jax.text.text import Text
 
 INTERRUPTED = 130
@@ -148,42 +149,6 @@ def generate(
                 print(own[-1].text)
     aborted = any(answer.finish_reason == "abort" for own in answers for answer in own)
     return INTERRUPTED if interrupt.pending or aborted else 0
-
-
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Lines of a prompt file, each with a list of strings ``turns`` or a string ``prompt``.
-
-    Raises:
-        ValueError: an empty file, a line that is no such object or holds an empty string;
-            names the line.
-    """
-    try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
-    lines = []
-    # Not splitlines(): a JSON string may hold U+2028 and other line ends of Unicode.
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = loads(line)
-        except JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        found = entry if isinstance(entry, dict) else {}
-        turns, prompt = found.get("turns"), found.get("prompt")
-        chat = isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)
-        if not chat and not isinstance(prompt, str):
-            raise ValueError(
-                f"{path}, line {number}: wanted turns (a list of strings) or prompt (a string), "
-                f"found {line[:80]}"
-            )
-        if "" in (turns if isinstance(turns, list) else [prompt]):
-            raise ValueError(f"{path}, line {number}: an empty prompt or turn in {line[:80]}")
-        lines.append({"turns": turns} if chat else {"prompt": prompt})
-    if not lines:
-        raise ValueError(f"{path} holds no prompt")
-    return lines
 
 
 def _prompt_ids(text: Text, line: dict[str, Any], answers: Sequence[str]) -> list[int]:

@@ -11,6 +11,7 @@ from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.cli import generate as command
 from dspark_jax.cli.main import main
 from dspark_jax.testing.markov import MarkovTargetConfig, MarkovTargetWeights
+from dspark_jax.text.prompt_file import read_prompts
 from dspark_jax.text.stream import TextStream
 
 VOCAB = 64
@@ -223,22 +224,22 @@ def test_a_wrong_command_line_is_one_line_of_error(counting, capsys, flags, mess
 )
 def test_a_bad_line_of_a_prompt_file_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
-        command.read_prompts(Path(prompt_file(tmp_path, {"prompt": "1"}, line)))
+        read_prompts(Path(prompt_file(tmp_path, {"prompt": "1"}, line)))
 
 
 def test_only_newlines_end_a_line_of_a_prompt_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes('{"prompt": "a\u2028b\u0085c"}\r\n\r\n{"prompt": "d"}\r\n'.encode())
-    assert command.read_prompts(file) == [{"prompt": "a\u2028b\u0085c"}, {"prompt": "d"}]
+    assert read_prompts(file) == [{"prompt": "a\u2028b\u0085c"}, {"prompt": "d"}]
 
 
 def test_a_prompt_file_that_is_no_text_is_named(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"prompts\.jsonl is not a text in UTF-8"):
-        command.read_prompts(file)
+        read_prompts(file)
 
 
 def test_an_empty_prompt_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no prompt"):
-        command.read_prompts(Path(prompt_file(tmp_path, "")))
+        read_prompts(Path(prompt_file(tmp_path, "")))
