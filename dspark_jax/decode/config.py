@@ -27,6 +27,7 @@ class StepConfig:
         sampled: False promises that every request is greedy; no noise is then drawn.
         filtered: False promises that no request uses top-k or top-p.
         logprobs: None, or how many alternatives to report beside each token's logprob.
+        record_confidences: keep every step's uncalibrated confidence logits, to fit STS on.
     """
 
     target: Any
@@ -40,6 +41,7 @@ class StepConfig:
     sampled: bool = True
     filtered: bool = True
     logprobs: int | None = None
+    record_confidences: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -50,6 +52,11 @@ class StepConfig:
             )
         if self.lag < 1:
             raise ValueError(f"lag is {self.lag}; wanted at least 1 step")
+        if self.record_confidences and not (self.drafts and self.drafter.enable_confidence_head):
+            raise ValueError(
+                "record_confidences needs a drafter with a confidence head and a mode that drafts; "
+                f"the mode is {self.mode!r}"
+            )
         if self.mode == "off":
             return
         if self.drafter is None:
@@ -66,6 +73,11 @@ class StepConfig:
             )
         if self.walk_caps and self.walk_caps[-1] != self.depth:
             raise ValueError(f"walk_caps end at {self.walk_caps[-1]}; wanted {self.depth}")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether steps draft at all."""
+        return self.mode != "off" and self.drafter is not None
 
     @property
     def adaptive(self) -> bool:

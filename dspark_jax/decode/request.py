@@ -166,6 +166,8 @@ class Completion:
             the whole block is verified and this may exceed the window.
         commits: tokens committed at each step, bonus included; they add up to ``token_ids``.
         logprobs: one a token, None unless asked for.
+        confidence_logits: of each step's drafts, before calibration; None unless the session
+            records them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -176,6 +178,7 @@ class Completion:
     accepted: tuple[int, ...]
     commits: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
+    confidence_logits: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def accepted_length(self) -> float | None:

@@ -170,8 +170,9 @@ class Run:
             job = self._waiting.popleft()
             text = None if self._text is None else ""
             logprobs = None if job.params.logprobs is None else ()
+            confidences = () if self._config.record_confidences else None
             self._done[job.index] = Completion(
-                job.prompt_ids, (), text, "abort", (), (), (), logprobs
+                job.prompt_ids, (), text, "abort", (), (), (), logprobs, confidences
             )
 
     def _finish(self, job: Job, completion: Completion) -> None:
@@ -207,6 +208,9 @@ class Run:
             accepted=tuple(row.accepted[: len(commits)].tolist()),
             commits=tuple(commits),
             logprobs=_logprobs(row, token_ids, job.params.logprobs),
+            confidence_logits=None
+            if row.confidence_log is None
+            else tuple(map(tuple, row.confidence_log[: len(commits)].tolist())),
         )
 
 

@@ -62,6 +62,7 @@ class Generator:
         buckets: token counts that a compact verify is padded to; None picks them.
         walk_caps: draft depths that the sequential head may stop at; None picks them.
         chunk_steps: steps run on the device between two looks of the host.
+        record_confidences: report every step's confidence logits with the answers.
 
     Raises:
         ValueError: anything that does not fit together, both values named; nothing has been
@@ -86,6 +87,7 @@ class Generator:
         buckets: tuple[int, ...] | None = None,
         walk_caps: tuple[int, ...] | None = None,
         chunk_steps: int = 32,
+        record_confidences: bool = False,
         **not_yet: Any,
     ) -> None:
         refuse(not_yet)
@@ -114,6 +116,7 @@ class Generator:
             k=k,
             policy=policy,
             lag=lag,
+            record_confidences=record_confidences,
         )
         if config.mode == "compact":
             config = dataclasses.replace(config, buckets=_buckets(buckets, batch, config.width))

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
@@ -40,6 +40,7 @@ class Rows:
     accepted: Int[Array, "A M"]
     commits: Int[Array, "A M"]
     logprobs: Logprobs | None
+    confidence_log: Float[Array, "A M G"] | None = None
 
 
 @flax.struct.dataclass
@@ -76,6 +77,7 @@ def _read(state: State, slots: Int[Array, "A"]) -> Rows:
         accepted=pick(state.accepted),
         commits=pick(state.commits),
         logprobs=jax.tree.map(pick, state.logprobs),
+        confidence_log=jax.tree.map(pick, state.confidence_log),
     )
 
 

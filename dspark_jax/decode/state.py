@@ -65,6 +65,8 @@ class State(flax.struct.PyTreeNode):
         confidences: calibrated confidences of the last ``lag`` steps; 1 in a fresh slot.
         tick: steps of the batch; picks the oldest entry of ``confidences``.
         logprobs: None unless asked for.
+        confidence_log: uncalibrated confidence logits of each step of the request, 0 past a
+            walk's cap; None unless asked for.
     """
 
     cache: Any
@@ -82,6 +84,7 @@ class State(flax.struct.PyTreeNode):
     confidences: Float[Array, "lag S G"]
     tick: Int[Array, ""]
     logprobs: Logprobs | None
+    confidence_log: Float[Array, "S M G"] | None = None
 
     @property
     def slots(self) -> int:
@@ -179,4 +182,7 @@ def init_state(
         confidences=jnp.ones((config.lag, slots, config.depth), jnp.float32),
         tick=jnp.zeros((), jnp.int32),
         logprobs=logprobs,
+        confidence_log=jnp.zeros((slots, max_tokens, config.depth), jnp.float32)
+        if config.record_confidences
+        else None,
     )

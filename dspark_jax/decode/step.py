@@ -67,10 +67,20 @@ def decode_step(
         drafts, window, confidences = _draft_and_allocate(
             weights, state, tables, keys, valid & state.active[:, None], config
         )
+        state = state.replace(confidence_log=_log_confidences(state, drafts))
     state, outcome = _verify_and_commit(
         weights, state, sampling, keys, drafts, window, room, config
     )
     return state.replace(confidences=confidences, tick=state.tick + 1), outcome
+
+
+def _log_confidences(state: State, drafts: Drafts) -> Float[Array, "S M G"] | None:
+    """The log with this step's logits in the row of each active request's step, if one is kept."""
+    log = state.confidence_log
+    if log is None:
+        return None
+    at = jnp.where(state.active, state.steps, log.shape[1])
+    return log.at[jnp.arange(state.slots), at].set(drafts.confidence, mode="drop")
 
 
 def _room(state: State) -> Int[Array, "S"]:

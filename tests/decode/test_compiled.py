@@ -185,3 +185,21 @@ def test_a_batch_that_has_ended_takes_no_step(pair):
     state = dataclasses.replace(state, active=jnp.zeros(4, bool))
     ended = run_steps(pair.weights, state, costs(pair, 4), jnp.asarray(6), config=config)
     assert ended.tick == 0
+
+
+@pytest.mark.parametrize("mode", ["static", "compact"])
+def test_a_step_that_records_no_confidences_holds_nothing_of_the_recording(pair, mode, monkeypatch):
+    def lowered(**changes):
+        config = step_config(pair, mode, 4, True, **changes)
+        state = started(pair, config, 4)
+        args = (pair.weights, state, costs(pair, 4), jnp.asarray(6))
+        # a function of its own: the cache of traces does not know what is patched
+        run = jax.jit(lambda *args: loop.run_steps(*args, config=config))
+        return run.lower(*args)
+
+    plain = lowered()
+    log = "tensor<4x32x3xf32>"
+    assert log not in plain.as_text()
+    assert log in lowered(record_confidences=True).as_text()
+    monkeypatch.setattr("dspark_jax.decode.step._log_confidences", lambda state, drafts: None)
+    assert lowered().as_text() == plain.as_text()
