@@ -1,18 +1,13 @@
-"""Token sequences with loss masks: shards on disk, fixed-length batches, resumable order."""
+"""Token sequences with loss masks, fixed-length batches, resumable order."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
-
-MANIFEST = "manifest.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +40,17 @@ class TokenDataset:
     offsets: np.ndarray
     manifest: dict[str, Any]
 
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence], manifest: dict[str, Any]) -> TokenDataset:
+        """Documents in the order given, and what is known of them all."""
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *(one.tokens for one in sequences)]),
+            np.concatenate([np.empty(0, bool), *(one.loss_mask for one in sequences)]),
+            np.cumsum([0, *lengths], dtype=np.int64),
+            manifest,
+        )
+
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.offsets) - 1
@@ -64,101 +70,18 @@ class TokenDataset:
         }
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write what the data is; refuse to continue a folder that holds something else.
-
-    ``versions`` may differ between attempts: those of the first are kept.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / MANIFEST
-    if path.exists():
-        found = json.loads(path.read_text())
-        wanted = json.loads(json.dumps(manifest))
-        compared = {*found, *wanted} - {"versions"}
-        differing = [key for key in compared if found.get(key) != wanted.get(key)]
-        if differing:
-            key = sorted(differing)[0]
-            raise ValueError(
-                f"{folder} holds data with {key} = {found.get(key)!r}, this job has "
-                f"{wanted.get(key)!r}: choose another output folder"
-            )
-        return
-    _write_whole(path, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
-
-
-def shard_path(folder: Path, index: int) -> Path:
-    """File of shard ``index``; it exists only when the shard is complete."""
-    return folder / f"shard-{index:05d}.npz"
-
-
-def write_shard(folder: Path, index: int, sequences: Sequence[TokenSequence]) -> None:
-    """Write one shard at once: a crash leaves no shard or a complete one."""
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    path = shard_path(folder, index)
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        np.savez(
-            file,
-            tokens=np.concatenate([np.empty(0, np.int32), *(s.tokens for s in sequences)]),
-            loss_mask=np.concatenate([np.empty(0, bool), *(s.loss_mask for s in sequences)]),
-            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-        )
-    os.replace(temporary, path)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-
-
-def read_dataset(folder: Path) -> TokenDataset:
-    """All complete shards of a folder, in order.
-
-    Raises:
-        FileNotFoundError: the folder has no manifest or no shard.
-    """
-    path = folder / MANIFEST
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{folder} is no data folder: it has no {MANIFEST}; "
-            "make one with python -m train.answers CONFIG.toml"
-        )
-    shards = sorted(folder.glob("shard-*.npz"))
-    if not shards:
-        raise FileNotFoundError(f"{folder} holds no complete shard: build the data first")
-    tokens, masks, ends = [], [], [np.zeros(1, np.int64)]
-    for shard in shards:
-        with np.load(shard) as arrays:
-            tokens.append(arrays["tokens"])
-            masks.append(arrays["loss_mask"])
-            ends.append(arrays["offsets"][1:] + ends[-1][-1])
-    return TokenDataset(
-        np.concatenate(tokens),
-        np.concatenate(masks),
-        np.concatenate(ends),
-        json.loads(path.read_text()),
-    )
-
-
 def join(datasets: Sequence[TokenDataset]) -> TokenDataset:
     """Several datasets as one; they must come from the same target and chat template."""
     first = datasets[0].manifest
     for other in datasets[1:]:
-        for key in ("target", "template_sha256"):
+        for key in ("target", "template_sha256", "thinking"):
             if other.manifest.get(key) != first.get(key):
                 raise ValueError(
                     f"data with {key} = {first.get(key)!r} and {other.manifest.get(key)!r} "
                     "cannot be mixed in one run"
                 )
-    starts = np.cumsum([0, *(len(dataset.tokens) for dataset in datasets)])
-    shifted = [data.offsets[1:] + start for data, start in zip(datasets, starts, strict=False)]
-    return TokenDataset(
-        np.concatenate([dataset.tokens for dataset in datasets]),
-        np.concatenate([dataset.loss_mask for dataset in datasets]),
-        np.concatenate([np.zeros(1, np.int64), *shifted]),
-        first,
-    )
+    documents = [data[index] for data in datasets for index in range(len(data))]
+    return TokenDataset.of(documents, first)
 
 
 def fit_to_length(dataset: TokenDataset, length: int, minimum_supervised: int) -> TokenDataset:
@@ -176,24 +99,22 @@ def fit_to_length(dataset: TokenDataset, length: int, minimum_supervised: int) -
             f"none of {len(dataset)} documents has {minimum_supervised} supervised tokens "
             f"within its first {length}"
         )
-    return TokenDataset(
-        np.concatenate([document.tokens for document in kept]),
-        np.concatenate([document.loss_mask for document in kept]),
-        np.cumsum([0, *(len(document.tokens) for document in kept)], dtype=np.int64),
-        dataset.manifest,
-    )
+    return TokenDataset.of(kept, dataset.manifest)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PadToLength(grain.transforms.Map):
+    """Every array of a document as a row of a batch, zeros at its end."""
+
     length: int
 
-    def map(self, element: TokenSequence) -> dict[str, np.ndarray]:
-        padding = (0, self.length - len(element.tokens))
-        return {
-            "tokens": np.pad(element.tokens, padding),
-            "loss_mask": np.pad(element.loss_mask, padding),
-        }
+    def map(self, element: Any) -> dict[str, np.ndarray]:
+        row = {}
+        for field in dataclasses.fields(element):
+            values = getattr(element, field.name)
+            row[field.name] = np.zeros((self.length, *values.shape[1:]), values.dtype)
+            row[field.name][: len(values)] = values
+        return row
 
 
 def shuffled_batches(

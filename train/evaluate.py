@@ -25,7 +25,7 @@ from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.weights import DenseWeights
 from train.anchors import sample_anchors
 from train.config import Dtype
-from train.data import TokenDataset, fit_to_length, read_dataset, sequential_batches
+from train.data import TokenDataset, fit_to_length, sequential_batches
 from train.features import target_features
 from train.forward import (
     Blocks,
@@ -38,6 +38,7 @@ from train.forward import (
 )
 from train.losses import cross_entropy_and_l1
 from train.progress import progress_bar
+from train.shards import read_dataset
 
 BATCH = 16
 CHUNK = 8

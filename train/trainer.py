@@ -17,11 +17,12 @@ from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.drafter.config import DrafterConfig
 from train.checkpointing import Checkpoints
 from train.config import TrainConfig
-from train.data import TokenDataset, fit_to_length, join, read_dataset, shuffled_batches
+from train.data import TokenDataset, fit_to_length, join, shuffled_batches
 from train.initialize import drafter_config
 from train.metrics import MetricsLog
 from train.progress import Advance, progress_bar
 from train.run_folder import open_run
+from train.shards import read_dataset
 from train.step import TrainState, initial_state, train_step
 
 DRAFTER = "drafter"

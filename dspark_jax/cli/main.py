@@ -23,12 +23,19 @@ SUBCOMMANDS = {
         "dspark_jax.cli.generate", "Decode prompts with a target and a drafter."
     ),
     "check": Subcommand("dspark_jax.cli.check", "Compare a model with recorded reference tensors."),
+    "data": Subcommand("dspark_jax.cli.data", "Write training data with a target."),
     "train": Subcommand("dspark_jax.cli.train", "Train a drafter from a TOML config."),
     "demo": Subcommand("dspark_jax.cli.demo", "Plain and DSpark decoding side by side."),
     "version": Subcommand("dspark_jax.cli.version", "Versions of the package and of JAX."),
 }
 
-EXTRA_OF_MODULE = {"grain": "train", "tensorboardX": "train", "huggingface_hub": "hub"}
+EXTRA_OF_MODULE = {
+    "array_record": "train",
+    "grain": "train",
+    "matplotlib": "train",
+    "tensorboardX": "train",
+    "huggingface_hub": "hub",
+}
 
 USAGE = "\n".join(
     [

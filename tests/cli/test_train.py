@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dspark_jax.cli.main import main
-from train.data import supervised_answer, write_manifest, write_shard
+from train.data import supervised_answer
+from train.shards import write_manifest, write_shard
 
 ROOT = Path(__file__).parents[2]
 

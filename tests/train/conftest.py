@@ -18,8 +18,9 @@ from dspark_jax.checkpoints.tensors import SafetensorsSource
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterWeights
 from train.config import TrainConfig, read_config
-from train.data import supervised_answer, write_manifest, write_shard
+from train.data import supervised_answer
 from train.forward import Sequences
+from train.shards import write_manifest, write_shard
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from train.config import TrainConfig, from_table, read_config
+from train.data_config import DataConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = (CONFIGS / "tiny.toml").read_text()
@@ -20,6 +21,11 @@ def changed(tmp_path, before, after):
 @pytest.mark.parametrize("name", ["tiny", "smollm2-135m-dspark", "smollm2-135m-dflash"])
 def test_shipped_configs_read(name):
     read_config(CONFIGS / f"{name}.toml", TrainConfig)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-data-prompts", "smollm2-135m-data-self"])
+def test_shipped_data_configs_read(name):
+    read_config(CONFIGS / f"{name}.toml", DataConfig)
 
 
 def test_dflash_differs_from_dspark_only_in_its_head_and_output():

@@ -7,13 +7,11 @@ from train.data import (
     TokenSequence,
     fit_to_length,
     join,
-    read_dataset,
     sequential_batches,
     shuffled_batches,
     supervised_answer,
-    write_manifest,
-    write_shard,
 )
+from train.shards import read_dataset, shard_path, write_manifest, write_shard
 
 MANIFEST = {"target": "t", "template_sha256": "s"}
 
@@ -50,10 +48,40 @@ def test_a_shard_cut_short_is_not_read(folder):
     assert len(read_dataset(folder)) == 10
 
 
-def test_a_folder_of_other_data_is_not_continued(folder):
-    write_manifest(folder, MANIFEST)
+def test_only_a_resumed_job_continues_a_folder_and_only_its_own(folder, tmp_path_factory):
+    write_manifest(folder, MANIFEST | {"versions": {"jax": "other"}}, resume=True)
+    with pytest.raises(FileExistsError, match="--resume"):
+        write_manifest(folder, MANIFEST)
     with pytest.raises(ValueError, match=r"target = 't', this job has 'u'"):
-        write_manifest(folder, MANIFEST | {"target": "u"})
+        write_manifest(folder, MANIFEST | {"target": "u"}, resume=True)
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        write_manifest(tmp_path_factory.mktemp("new"), MANIFEST, resume=True)
+
+
+def test_a_damaged_shard_is_named(folder):
+    path = shard_path(folder, 1)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"shard-00001\.array_record is no readable shard"):
+        read_dataset(folder)
+
+
+def test_shards_of_older_folders_are_read(folder):
+    extra = documents(10)[:2]
+    np.savez(
+        folder / "shard-00002.npz",
+        tokens=np.concatenate([one.tokens for one in extra]),
+        loss_mask=np.concatenate([one.loss_mask for one in extra]),
+        offsets=np.array([0, 23, 46]),
+    )
+    dataset = read_dataset(folder)
+    assert len(dataset) == 12
+    np.testing.assert_array_equal(dataset[11].tokens, extra[1].tokens)
+    np.testing.assert_array_equal(dataset[11].loss_mask, extra[1].loss_mask)
+
+
+def test_an_empty_shard_is_complete_and_holds_nothing(folder):
+    write_shard(folder, 2, [])
+    assert len(read_dataset(folder)) == 10
 
 
 def test_a_folder_without_data_is_an_error(tmp_path):

@@ -12,12 +12,12 @@ import pytest
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from train import evaluate as module
 from train.anchors import sample_anchors
-from train.data import read_dataset, write_manifest, write_shard
 from train.evaluate import evaluate, evaluate_folders
 from train.features import target_features
 from train.forward import Sequences, drafter_terms
 from train.initialize import drafter_config, initial_weights
 from train.losses import LossConfig
+from train.shards import read_dataset, write_manifest, write_shard
 
 TARGET = "tests/golden/llama_tiny"
 
