@@ -6,8 +6,9 @@ The file is JSON::
                   "ece_before": [0.05, 0.07], "ece_after": [0.01, 0.02]}]}
 
 ``temperature`` is the sampling temperature whose acceptances the entry was fitted on (0 =
-greedy), ``temperatures`` holds one STS temperature a drafted position. SGLang's file, one
-entry without a sampling temperature, is read as greedy: it is fitted on greedy matches.
+greedy), ``temperatures`` holds one STS temperature a drafted position. What the file was made
+with may stand beside the entries under ``made_with``. SGLang's file, one entry without a sampling
+temperature, is read as greedy: it is fitted on greedy matches.
 """
 
 from __future__ import annotations
@@ -105,10 +106,28 @@ def load_calibration(path: str | Path, *, block_size: int) -> Calibration:
     return Calibration(tuple(entries))
 
 
-def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write the file that ``load_calibration`` reads."""
+def save_calibration(
+    calibration: Calibration, path: str | Path, *, made_with: dict[str, Any] | None = None
+) -> None:
+    """Write the file that ``load_calibration`` reads.
+
+    ``made_with`` tells a person where the temperatures come from; nothing reads it.
+    """
     entries = [dataclasses.asdict(entry) for entry in calibration.entries]
-    Path(path).write_text(json.dumps({"entries": entries}, indent=2) + "\n")
+    content = {} if made_with is None else {"made_with": made_with}
+    Path(path).write_text(json.dumps({**content, "entries": entries}, indent=2) + "\n")
+
+
+def save_sglang(entry: CalibrationEntry, path: str | Path, *, dataset: str) -> None:
+    """Write one entry as SGLang's ``--speculative-dspark-confidence-sts-path`` reads it.
+
+    That file has no sampling temperature: its one row serves every request.
+    """
+    content: dict[str, Any] = {"temperatures": entry.temperatures, "dataset": dataset}
+    for name in ("num_samples", "ece_before", "ece_after"):
+        if getattr(entry, name) is not None:
+            content[name] = getattr(entry, name)
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _entry(item: dict[str, Any], block_size: int, path: str | Path) -> CalibrationEntry:

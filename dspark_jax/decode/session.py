@@ -144,6 +144,11 @@ class Generator:
         """Requests decoded together."""
         return self._programs.slots
 
+    @property
+    def calibration(self) -> Calibration | None:
+        """STS temperatures in use; None when confidences are taken as the head gives them."""
+        return self._calibration if isinstance(self._calibration, Calibration) else None
+
     def warmup(self, *params: SamplingParams) -> None:
         """Compile what requests like these need; later ones of the same kind trace nothing.
 

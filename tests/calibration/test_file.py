@@ -5,7 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax.calibration.file import identity, load_calibration, save_calibration
+from dspark_jax.calibration.file import (
+    identity,
+    load_calibration,
+    save_calibration,
+    save_sglang,
+)
 from dspark_jax.calibration.nearest import nearest_temperatures
 
 ENTRIES = {
@@ -96,3 +101,24 @@ def test_the_identity_leaves_confidences_alone():
     keys, temperatures = identity(7).rows()
     assert keys.tolist() == [0.0]
     assert temperatures.tolist() == [[1.0] * 7]
+
+
+def test_a_file_tells_what_it_was_made_with_and_reads_the_same(tmp_path):
+    calibration = load(tmp_path, ENTRIES)
+    path = tmp_path / "told.json"
+    save_calibration(calibration, path, made_with={"drafter": "d"})
+    assert json.loads(path.read_text())["made_with"] == {"drafter": "d"}
+    assert load_calibration(path, block_size=2) == calibration
+
+
+def test_sglangs_shape_is_written_and_read_back(tmp_path):
+    entry = load(tmp_path, ENTRIES).entries[0]
+    path = tmp_path / "sglang.json"
+    save_sglang(entry, path, dataset="prompts.jsonl")
+    assert json.loads(path.read_text()) == {
+        "temperatures": [1.0, 1.25],
+        "dataset": "prompts.jsonl",
+        "ece_before": [0.1, 0.2],
+        "ece_after": [0.01, 0.02],
+    }
+    assert load_calibration(path, block_size=2).entries == (entry,)
