@@ -17,9 +17,10 @@ from dspark_jax.drafter.backbone import (
 )
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.dspark import embed_tokens
-from dspark_jax.drafter.heads import walk_block
+from dspark_jax.drafter.heads import rank_and_confidence, walk_block
 from dspark_jax.drafter.weights import DrafterWeights
-from train.losses import LossConfig, Rows, Terms, combine, cross_entropy_and_l1
+from train.losses import LossConfig, Rows, Terms, combine, position_weights
+from train.vocabulary_loss import VocabularyRows, vocabulary_loss
 
 
 @flax.struct.dataclass
@@ -100,26 +101,9 @@ def draft_blocks(
     )
 
 
-@jax.custom_vjp
 def frozen_logits(hidden: Float[Array, "... D"], head: Float[Array, "V D"]) -> Array:
-    """fp32 logits of a head that takes no gradient.
-
-    The cotangent is rounded to the dtype of ``hidden`` before its product, as a 16-bit model
-    would: an fp32 product over the vocabulary costs several times more.
-    """
+    """fp32 logits of a frozen head."""
     return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
-
-
-def _frozen_logits_forward(hidden: Array, head: Array) -> tuple[Array, Array]:
-    return frozen_logits(hidden, head), head
-
-
-def _frozen_logits_backward(head: Array, cotangent: Array) -> tuple[Array, None]:
-    rounded = cotangent.astype(head.dtype)
-    return jnp.einsum("...v,vd->...d", rounded, head, preferred_element_type=head.dtype), None
-
-
-frozen_logits.defvjp(_frozen_logits_forward, _frozen_logits_backward)
 
 
 def block_logits(
@@ -130,15 +114,19 @@ def block_logits(
     Raises:
         ValueError: a pruned draft vocabulary, whose columns the target's logits do not share.
     """
+    matrix = _draft_head(config, weights, head)
+    logits = frozen_logits(blocks.hidden.astype(matrix.dtype), matrix)
+    bias, confidence = walk_block(config, weights, blocks.hidden, blocks.previous)
+    return (logits if bias is None else logits + bias), confidence
+
+
+def _draft_head(config: DrafterConfig, weights: DrafterWeights, head: Array) -> Array:
     if config.draft_vocab_size != config.vocab_size:
         raise ValueError(
             f"draft_vocab_size {config.draft_vocab_size} differs from vocab_size "
             f"{config.vocab_size}: training needs the full vocabulary"
         )
-    matrix = head if weights.lm_head is None else weights.lm_head
-    logits = frozen_logits(blocks.hidden.astype(matrix.dtype), matrix)
-    bias, confidence = walk_block(config, weights, blocks.hidden, blocks.previous)
-    return (logits if bias is None else logits + bias), confidence
+    return head if weights.lm_head is None else weights.lm_head
 
 
 def supervised_first(blocks: Blocks) -> Blocks:
@@ -154,9 +142,7 @@ def supervised_first(blocks: Blocks) -> Blocks:
 def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int) -> PyTree:
     """``function`` on ``chunk`` anchors at a time, results joined along the anchor axis.
 
-    What the function computes on the way exists for one chunk only, forward and backward: it
-    is computed again there. A chunk without a supervised slot is not computed; its results
-    are 0.
+    A chunk without a supervised slot is not computed; its results are 0.
 
     Raises:
         ValueError: ``chunk`` does not divide the number of anchors.
@@ -164,13 +150,12 @@ def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int
     count = blocks.mask.shape[1]
     if count % chunk:
         raise ValueError(f"anchor_chunk {chunk} does not divide the {count} anchors")
-    computed = jax.checkpoint(function)
 
     def unless_idle(part: Blocks) -> PyTree:
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, part)
         )
-        return jax.lax.cond(jnp.any(part.mask), computed, lambda _: zeros, part)
+        return jax.lax.cond(jnp.any(part.mask), function, lambda _: zeros, part)
 
     def split(leaf: Array) -> Array:
         parts = leaf.reshape(leaf.shape[0], count // chunk, chunk, *leaf.shape[2:])
@@ -187,17 +172,41 @@ def block_rows(
     weights: DrafterWeights,
     head: Float[Array, "Vd D"],
     blocks: Blocks,
+    loss: LossConfig,
     chunk: int,
 ) -> Rows:
-    """Loss figures of every slot; logits of ``chunk`` blocks a sequence exist at one time."""
+    """Loss figures of every slot; logits of ``chunk`` blocks a sequence exist at one time.
 
-    def figures(part: Blocks) -> Rows:
-        logits, confidence = block_logits(config, weights, head, part)
-        target = frozen_logits(part.target_hidden.astype(head.dtype), head)
-        ce, l1 = cross_entropy_and_l1(logits, target, part.target_ids)
-        return Rows(ce=ce, l1=l1, confidence_logits=confidence)
+    Raises:
+        ValueError: ``chunk`` does not divide the number of anchors; a pruned vocabulary.
+    """
+    sequences, anchors, width = blocks.mask.shape
+    if anchors % chunk:
+        raise ValueError(f"anchor_chunk {chunk} does not divide the {anchors} anchors")
+    matrix = _draft_head(config, weights, head)
+    ranked, confidence = rank_and_confidence(config, weights, blocks.hidden, blocks.previous)
+    weight = position_weights(blocks.mask, loss.decay)
 
-    return map_anchors(figures, blocks, chunk)
+    def flat(leaf: Array) -> Array:
+        return leaf.reshape(-1, *leaf.shape[3:])
+
+    rows = VocabularyRows(
+        hidden=flat(blocks.hidden),
+        ranked=None if ranked is None else flat(ranked),
+        truth=flat(blocks.target_hidden),
+        target_ids=flat(blocks.target_ids),
+        live=flat(blocks.mask),
+        ce_weight=flat(loss.alpha_ce * weight),
+        l1_weight=flat(loss.alpha_l1 * weight),
+    )
+    w2 = None if weights.markov is None else weights.markov.w2
+    total, (ce, l1) = vocabulary_loss(rows, matrix, w2, head, sequences * chunk * width)
+    return Rows(
+        ce=ce.reshape(blocks.mask.shape),
+        l1=l1.reshape(blocks.mask.shape),
+        confidence_logits=confidence,
+        weighted=total,
+    )
 
 
 def drafter_terms(
@@ -217,5 +226,5 @@ def drafter_terms(
     """
     blocks = draft_blocks(config, weights, embed, batch, anchors, keep)
     blocks = supervised_first(blocks)
-    rows = block_rows(config, weights, head, blocks, batch.tokens.shape[0] * chunk)
+    rows = block_rows(config, weights, head, blocks, loss, batch.tokens.shape[0] * chunk)
     return combine(rows, blocks.mask, loss)

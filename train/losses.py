@@ -55,12 +55,14 @@ class Rows:
     """What the objective needs to know of each draft row; no vocabulary axis is left.
 
     ``ce`` is the draft's cross entropy of the true token, ``l1`` is ``sum |p - q|``.
-    ``l1`` is None when there is no teacher.
+    ``l1`` is None when there is no teacher. ``weighted`` is the sum of both under their weights
+    and alphas when that sum brings its own gradient; None: it is taken here.
     """
 
     ce: Float[Array, "B A G"]
     l1: Float[Array, "B A G"] | None
     confidence_logits: Float[Array, "B A G"] | None
+    weighted: Float[Array, ""] | None = None
 
 
 def token_cross_entropy(
@@ -130,11 +132,11 @@ def combine(rows: Rows, mask: Bool[Array, "B A G"], config: LossConfig) -> Terms
     total = jnp.sum(weights)
     blocks = jnp.sum(mask[..., 0], dtype=jnp.float32)
     metrics = {"ce_loss": Ratio(jnp.sum(rows.ce * weights), total)}
-    loss = config.alpha_ce * metrics["ce_loss"].numerator
+    vocabulary, confidence = config.alpha_ce * metrics["ce_loss"].numerator, jnp.zeros(())
     if rows.l1 is not None:
         acceptance = jax.lax.stop_gradient(1.0 - 0.5 * rows.l1)
         metrics["l1_loss"] = Ratio(jnp.sum(rows.l1 * weights), total)
-        loss += config.alpha_l1 * metrics["l1_loss"].numerator
+        vocabulary += config.alpha_l1 * metrics["l1_loss"].numerator
         for slot in range(mask.shape[-1]):
             metrics[f"accept_rate@{slot}"] = Ratio(
                 jnp.sum((acceptance * mask)[..., slot]),
@@ -145,13 +147,15 @@ def combine(rows: Rows, mask: Bool[Array, "B A G"], config: LossConfig) -> Terms
         if rows.confidence_logits is not None:
             logits = rows.confidence_logits.astype(jnp.float32)
             metrics |= _confidence_metrics(logits, acceptance, weights)
-            loss += config.alpha_confidence * metrics["confidence_loss"].numerator
+            confidence = config.alpha_confidence * metrics["confidence_loss"].numerator
     elif config.alpha_l1 or (config.alpha_confidence and rows.confidence_logits is not None):
         raise ValueError(
             f"alpha_l1 = {config.alpha_l1} and alpha_confidence = {config.alpha_confidence} need "
             "target logits, and none were given: pass them or set both to 0"
         )
-    return Terms(loss=loss / (total + DENOMINATOR_FLOOR), metrics=metrics)
+    if rows.weighted is not None:
+        vocabulary = rows.weighted
+    return Terms(loss=(vocabulary + confidence) / (total + DENOMINATOR_FLOOR), metrics=metrics)
 
 
 def _confidence_metrics(

@@ -102,22 +102,35 @@ def rank_block(
     return jnp.stack(ranked, axis=-2)
 
 
+def rank_and_confidence(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    hidden: Float[Array, "... G D"],
+    previous: Int[Array, "... G"],
+) -> tuple[Float[Array, "... G R"] | None, Float[Array, "... G"] | None]:
+    """Teacher-forced walk short of the vocabulary: rank-space vectors and confidence logits.
+
+    ``previous[..., j]`` is the true token before position j: the anchor, then its successors.
+    """
+    ranked, embedding = None, None
+    if weights.markov is not None:
+        embedding = markov_embedding(weights.markov, previous)
+        ranked = rank_block(config, weights.markov, hidden, embedding)
+    return ranked, _confidence(config, weights, hidden, embedding)
+
+
 def walk_block(
     config: DrafterConfig,
     weights: DrafterWeights,
     hidden: Float[Array, "... G D"],
     previous: Int[Array, "... G"],
 ) -> tuple[Float[Array, "... G Vd"] | None, Float[Array, "... G"] | None]:
-    """Teacher-forced walk: fp32 logit biases and confidence logits of all positions.
-
-    ``previous[..., j]`` is the true token before position j: the anchor, then its successors.
-    """
-    bias, embedding = None, None
-    if weights.markov is not None:
-        embedding = markov_embedding(weights.markov, previous)
-        ranked = rank_block(config, weights.markov, hidden, embedding)
-        bias = vocabulary_logits(ranked, weights.markov.w2)
-    return bias, _confidence(config, weights, hidden, embedding)
+    """Teacher-forced walk: fp32 logit biases and confidence logits of all positions."""
+    ranked, confidence = rank_and_confidence(config, weights, hidden, previous)
+    if weights.markov is None:
+        return None, confidence
+    assert ranked is not None
+    return vocabulary_logits(ranked, weights.markov.w2), confidence
 
 
 def _confidence(
