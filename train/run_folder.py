@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 
-from train.config import TrainConfig
-
 RECORD = "run.json"
 PACKAGES = ("dspark-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -28,8 +26,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def open_run(folder: Path, config: TrainConfig, data: dict[str, Any], resume: bool) -> None:
+def open_run(folder: Path, config: Any, data: dict[str, Any], resume: bool) -> None:
     """Record a new run in ``folder``, or check that a resumed one is the same run.
+
+    ``config`` is the run's dataclass, ``data`` what identifies the data it reads.
 
     Raises:
         FileExistsError: a new run in a folder that holds one.
@@ -46,16 +46,16 @@ def open_run(folder: Path, config: TrainConfig, data: dict[str, Any], resume: bo
     if not resume:
         if path.exists():
             raise FileExistsError(
-                f"{folder} holds a run already: continue it with --resume, or change "
-                "training.output"
+                f"{folder} holds a run already: continue it with --resume, or change its "
+                "output folder in the config"
             )
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
         return
     if not path.exists():
         raise FileNotFoundError(f"nothing to resume: {path} does not exist")
-    before = _flat(json.loads(path.read_text()))
-    now = _flat(json.loads(json.dumps(record)))
+    before = flat(json.loads(path.read_text()))
+    now = flat(json.loads(json.dumps(record)))
     for key in sorted({*before, *now}):
         if key.startswith(("config.", "data.")) and before.get(key) != now.get(key):
             raise ValueError(
@@ -63,10 +63,11 @@ def open_run(folder: Path, config: TrainConfig, data: dict[str, Any], resume: bo
             )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, keys joined by dots."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    flat = {}
+    found = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
+        found |= flat(value, f"{prefix}.{key}" if prefix else key)
+    return found
