@@ -25,6 +25,9 @@ SUBCOMMANDS = {
     "check": Subcommand("dspark_jax.cli.check", "Compare a model with recorded reference tensors."),
     "data": Subcommand("dspark_jax.cli.data", "Write training data with a target."),
     "train": Subcommand("dspark_jax.cli.train", "Train a drafter from a TOML config."),
+    "calibrate": Subcommand(
+        "dspark_jax.cli.calibrate", "Fit the temperatures of a confidence head."
+    ),
     "demo": Subcommand("dspark_jax.cli.demo", "Plain and DSpark decoding side by side."),
     "version": Subcommand("dspark_jax.cli.version", "Versions of the package and of JAX."),
 }
