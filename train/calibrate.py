@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -284,49 +285,44 @@ def _digests(files: Sequence[str]) -> dict[str, Any]:
 
 
 def print_reports(reports: Sequence[TemperatureReport]) -> None:
-    """A table a temperature, and what must be known with it."""
+    """A table a temperature, and what must be known with it.
+
+    ECE, AUROC and Brier are those of the cumulative product; "its own" is the AUROC of the
+    position's own confidence among blocks that reach it.
+    """
     console = Console()
     for report in reports:
         table = Table(
-            "position",
+            "draft",
             "blocks",
-            "reached",
             "STS",
-            "observed",
-            "ECE before",
-            "ECE after",
-            "AUROC before",
-            "AUROC after",
-            "conditional AUROC",
-            "Brier before",
-            "Brier after",
-            title=f"temperature {report.temperature:g}, test prompts",
+            "ECE %",
+            "AUROC",
+            "its own",
+            "Brier",
+            title=f"temperature {report.temperature:g}, test prompts, before → after STS",
+            box=SIMPLE,
         )
         for one in report.positions:
             table.add_row(
                 str(one.position),
                 f"{one.blocks:,}",
-                f"{one.reached:,}",
-                f"{one.temperature:.3f}",
-                _cell(one.observed, percent=True),
-                _cell(one.ece_before, percent=True),
-                _cell(one.ece_after, percent=True),
-                _cell(one.auroc_before),
-                _cell(one.auroc_after),
-                _cell(one.conditional_auroc_after),
-                _cell(one.brier_before),
-                _cell(one.brier_after),
+                f"{one.temperature:.2f}",
+                _change(one.ece_before, one.ece_after, 100, 2),
+                _change(one.auroc_before, one.auroc_after, 1, 3),
+                _cell(one.conditional_auroc_after, 1, 3),
+                _change(one.brier_before, one.brier_after, 1, 3),
             )
         console.print(table)
-        console.print(
-            f"mean ECE {_cell(report.mean_ece_before, percent=True)} before, "
-            f"{_cell(report.mean_ece_after, percent=True)} after"
-        )
+        means = _change(report.mean_ece_before, report.mean_ece_after, 100, 2)
+        console.print(f"mean ECE {means} %")
         for note in report.notes:
             console.print(note)
 
 
-def _cell(value: float | None, *, percent: bool = False) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.2f} %" if percent else f"{value:.4f}"
+def _change(before: float | None, after: float | None, scale: int, digits: int) -> str:
+    return f"{_cell(before, scale, digits)} → {_cell(after, scale, digits)}"
+
+
+def _cell(value: float | None, scale: int, digits: int) -> str:
+    return "-" if value is None else f"{scale * value:.{digits}f}"

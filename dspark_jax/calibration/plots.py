@@ -13,6 +13,9 @@ from dspark_jax.calibration.metrics import BINS, reliability_bins
 from dspark_jax.calibration.quality import PositionQuality
 
 COLUMNS = 4
+FEWEST = 10
+"""Blocks a bin must hold to be drawn: the share accepted of fewer is mostly chance."""
+
 BEFORE, AFTER = "#d1603d", "#2f6690"
 
 
@@ -26,7 +29,7 @@ def draw_reliability(
     """A panel a position: predicted survival against the share accepted, before and after STS.
 
     Under each panel the share of blocks in each bin; above it the ECE before and after and the
-    AUROC. Positions without a label are left out.
+    AUROC. Positions without a label are left out, and so are bins of fewer than ``FEWEST`` blocks.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -59,7 +62,7 @@ def draw_reliability(
             (after[known, position], AFTER, "after STS"),
         ):
             bins = reliability_bins(probability, label)
-            filled = bins.count > 0
+            filled = bins.count >= FEWEST
             diagram.plot(
                 bins.predicted[filled],
                 bins.observed[filled],
@@ -74,7 +77,6 @@ def draw_reliability(
         diagram.set_title(_caption(figures), fontsize=8)
         diagram.set_xlim(0, 1)
         diagram.set_ylim(0, 1)
-        diagram.set_aspect("equal")
         diagram.tick_params(labelbottom=False, labelsize=7)
         shares.tick_params(labelsize=7)
         shares.set_xlabel("predicted survival", fontsize=8)

@@ -14,13 +14,16 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from dspark_jax.calibration.records import Records, write_records
 from dspark_jax.checkpoints.drafter import load_drafter
 from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.decode.confidences import answer_record, record_source
 from dspark_jax.decode.config import Mode, Policy
 from dspark_jax.decode.interrupt import Interrupt
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.text.prompt_file import read_prompts
+from dspark_jax.text.template_digest import template_digest
 from dspark_jax.text.text import Text
 
 INTERRUPTED = 130
@@ -51,6 +54,7 @@ def generate(
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     batch: int = 8,
     json: Annotated[Path | None, tyro.conf.arg(metavar="OUT")] = None,
+    record_confidences: Annotated[Path | None, tyro.conf.arg(metavar="OUT")] = None,
     all_turns: bool = False,
     raw: bool = False,
 ) -> int:
@@ -81,6 +85,8 @@ def generate(
         batch: prompts decoded together.
         json: write one line a prompt, in order: prompt_ids, token_ids, text, finish_reason,
             accepted_length, windows, and logprobs when asked for.
+        record_confidences: write what verification said of every draft's confidence, for
+            `dspark calibrate`; use it with --mode static.
         all_turns: answer every turn of a prompt, not only the first.
         raw: send --prompt as it is, without the chat template.
 
@@ -137,6 +143,7 @@ def generate(
         allow_biased=allow_biased,
         cost_table=cost_table,
         calibration=calibration,
+        record_confidences=record_confidences is not None,
     )
     with ExitStack() as stack:
         out = stack.enter_context(json.open("w", encoding="utf-8")) if json is not None else None
@@ -147,6 +154,17 @@ def generate(
                 _write(out, own, logprobs is not None)
             elif len(lines) > 1:
                 print(own[-1].text)
+    if record_confidences is not None:
+        served = all("turns" in line for line in lines)
+        template = template_digest(text) if served else None
+        source = record_source(session, params, template)
+        found = [
+            answer_record(answer, own[0].prompt_ids)
+            for own in answers
+            for answer in own
+            if answer.commits
+        ]
+        write_records(record_confidences, Records(source, tuple(found)))
     aborted = any(answer.finish_reason == "abort" for own in answers for answer in own)
     return INTERRUPTED if interrupt.pending or aborted else 0
 
