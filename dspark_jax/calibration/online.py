@@ -51,6 +51,7 @@ def fresh(block_size: int) -> OnlineSTS:
     return OnlineSTS(trials=empty(), accepted=empty(), logit_sum=empty())
 
 
+@jax.jit
 def observe(
     state: OnlineSTS,
     logits: Float[Array, "S G"],
@@ -80,6 +81,7 @@ def observe(
     )
 
 
+@jax.jit
 def temperatures(state: OnlineSTS) -> Float[Array, "G"]:
     """STS temperatures now, inside the grid and above 0.
 
