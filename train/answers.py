@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.text.prompt_file import read_prompts
+from dspark_jax.text.template_digest import template_digest
 from dspark_jax.text.text import Text
 from train.conversation import Conversation
 from train.data import TokenSequence
@@ -23,7 +23,7 @@ from train.journal import Journal, Key, answer_all
 from train.progress import progress_bar
 from train.run_folder import versions
 from train.scalars import write_scalars
-from train.shards import FORMAT, shard_path, write_manifest, write_shard
+from train.shards import FORMAT, digest, shard_path, write_manifest, write_shard
 from train.stopping import Stop
 
 USER_TURNS, ANSWERS = range(2)
@@ -309,19 +309,3 @@ def _manifest(
         "job": job,
         "versions": versions(),
     }
-
-
-def template_digest(text: Text, thinking: bool | None) -> str:
-    """A fingerprint of how the chat template writes two turns and the answer between them."""
-    messages = [
-        {"role": "user", "content": PROBE},
-        {"role": "assistant", "content": PROBE},
-        {"role": "user", "content": PROBE},
-    ]
-    first = text.render(messages[:1], thinking=thinking)
-    return digest(first + text.render(messages, thinking=thinking))
-
-
-def digest(content: str) -> str:
-    """SHA-256 of a text, in hexadecimal."""
-    return hashlib.sha256(content.encode()).hexdigest()

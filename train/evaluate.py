@@ -1,241 +1,355 @@
-"""Teacher-forced quality of a drafter: expected accepted length, acceptance by position."""
+"""The evaluation job: what a drafter is worth to its target, set by set, with figures drawn."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import tyro
-from jaxtyping import Array, Bool, Float, Int
-from rich.console import Console
-from rich.table import Table
 
-from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
-from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
-from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.weights import DrafterWeights
-from dspark_jax.models.config import DenseConfig
-from dspark_jax.models.weights import DenseWeights
-from train.anchors import sample_anchors
-from train.config import Dtype
-from train.data import TokenDataset, fit_to_length, sequential_batches
-from train.features import target_features
-from train.forward import (
-    Blocks,
-    Sequences,
-    block_logits,
-    draft_blocks,
-    frozen_logits,
-    map_anchors,
-    supervised_first,
-)
-from train.losses import cross_entropy_and_l1
+from dspark_jax.calibration.file import Calibration, load_calibration
+from dspark_jax.checkpoints.drafter import LoadedDrafter
+from dspark_jax.checkpoints.resolve import LoadedTarget
+from dspark_jax.decode.request import Completion, Request, SamplingParams
+from dspark_jax.decode.session import Generator
+from dspark_jax.text.prompt_file import read_prompts
+from dspark_jax.text.template_digest import template_digest
+from train.data import TokenDataset, supervised_answer
+from train.evaluate_config import EvaluateConfig, SetSection
+from train.evaluate_figures import draw_figures
+from train.evaluate_table import print_report
+from train.generated import generated_figures, verified_blocks
+from train.journal import Journal, Key, answer_all
 from train.progress import progress_bar
-from train.shards import read_dataset
+from train.run_folder import open_run, versions
+from train.scalars import write_scalars
+from train.shards import digest, read_dataset, write_whole
+from train.stopping import Stop
+from train.teacher_forced import BATCH, check_supported, teacher_forced
 
-BATCH = 16
-CHUNK = 8
+REPORT = "evaluation.json"
+ANSWERS = "answers.jsonl"
+CONTEXT_STEP = 64
+
+
+def run_evaluation(
+    config: EvaluateConfig,
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    *,
+    resume: bool = False,
+    stop: Stop | None = None,
+) -> dict[str, Any]:
+    """Answer the prompt sets in mode "static" at every temperature and measure the drafts.
+
+    The folder ``config.evaluation.output`` receives the run's record, the answers as they end,
+    ``evaluation.json``, figures as PNG, and TensorBoard's file.
+
+    Args:
+        resume: continue the folder of an earlier attempt; its answers are not made again.
+        stop: entered by the caller; a signal then ends the job between two pieces of work.
+
+    Returns:
+        What ``evaluation.json`` holds.
+
+    Raises:
+        ValueError: prompts, data folders, a calibration or a pair that do not fit together; a
+            resumed run of another config.
+        FileExistsError: a run without ``resume``; FileNotFoundError: none with it.
+        Stopped: a signal came.
+    """
+    settings = config.evaluation
+    if settings.teacher_forced:
+        check_supported(target, drafter)
+    calibration = None
+    if settings.calibration is not None:
+        calibration = load_calibration(settings.calibration, block_size=drafter.config.block_size)
+    sets = {one.name: load_set(one, target, settings.thinking) for one in config.sets}
+    conditions = _conditions(config, target, sets)
+    folder = Path(settings.output)
+    job = _Job(config, target, drafter, calibration, sets, stop or Stop())
+    open_run(folder, config, conditions, resume)
+    journal = Journal(folder / ANSWERS)
+    try:
+        arms = [
+            job.arm(number, temperature, journal)
+            for number, temperature in enumerate(settings.temperatures)
+        ]
+    finally:
+        journal.close()
+    report = {
+        "drafter": drafter.name,
+        "block_size": drafter.config.block_size,
+        "conditions": conditions,
+        "seed": settings.seed,
+        "calibration": settings.calibration,
+        "versions": versions(),
+        "device": jax.devices()[0].device_kind,
+        "arms": [arm for arm, _ in arms],
+    }
+    write_whole(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode())
+    for number, (arm, _) in enumerate(arms):
+        write_scalars(folder, number, _scalars(arm))
+    draw_figures(report, [blocks for _, blocks in arms], folder)
+    print_report(report)
+    return report
 
 
 @dataclasses.dataclass(frozen=True)
-class Quality:
-    """Teacher-forced figures of a drafter on one dataset, at one temperature.
+class EvaluationSet:
+    """Prompts to answer as token ids, or documents to measure: one of the two.
 
-    Attributes:
-        temperature: 0 counts greedy matches, above it acceptance is 1 - TV.
-        data_temperature: temperature the documents were sampled at.
-        expected_length: mean over blocks of 1 + the sum of running products of acceptance.
-        conditional_acceptance: by position, among blocks accepted up to it.
-        acceptance: by position, mean over all supervised slots.
-        blocks: number of blocks counted.
+    ``identity`` is what makes two sets of one name the same set.
     """
 
-    temperature: float
-    data_temperature: float
-    expected_length: float
-    conditional_acceptance: tuple[float, ...]
-    acceptance: tuple[float, ...]
-    blocks: int
+    prompts: list[list[int]] | None
+    documents: TokenDataset | None
+    identity: dict[str, Any]
 
 
-def evaluate(
-    drafter: LoadedDrafter,
-    target: LoadedTarget,
-    dataset: TokenDataset,
-    *,
-    temperature: float,
-    length: int,
-    num_anchors: int = 64,
-    seed: int = 0,
-) -> Quality:
-    """Measure on up to ``num_anchors`` blocks of each document's first ``length`` tokens.
-
-    Previous tokens are the document's own, as in training, so no decoding runs.
+def load_set(section: SetSection, target: LoadedTarget, thinking: bool | None) -> EvaluationSet:
+    """Read one set.
 
     Raises:
-        ValueError: documents of another target; a negative temperature.
+        ValueError: prompts that the target has no tokenizer or template for, an empty selection,
+            documents of another target or thinking mode.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; wanted 0 (greedy) or more")
-    if dataset.manifest["target"] != target.name:
-        raise ValueError(
-            f"the documents were written by target {dataset.manifest['target']!r}, "
-            f"the drafter is measured on {target.name!r}"
-        )
-    fitted = fit_to_length(dataset, length, 2)
-    sums = np.zeros((4, drafter.config.block_size))
-    key = jax.random.key(seed)
-    batches = sequential_batches(fitted, batch_size=BATCH, length=length)
-    with progress_bar("evaluating", math.ceil(len(fitted) / BATCH)) as advance:
-        for number, batch in enumerate(batches):
-            sums += jax.device_get(
-                _acceptance_sums(
-                    drafter.config,
-                    target.config,
-                    temperature,
-                    num_anchors,
-                    drafter.weights,
-                    target.weights,
-                    jnp.asarray(batch["tokens"]),
-                    jnp.asarray(batch["loss_mask"]),
-                    jax.random.fold_in(key, number),
+    if section.folder is not None:
+        documents = read_dataset(Path(section.folder))
+        manifest = documents.manifest
+        for name, found, wanted in (
+            ("target", manifest["target"], target.name),
+            ("thinking", manifest.get("thinking"), thinking),
+        ):
+            if found != wanted:
+                raise ValueError(
+                    f"set {section.name!r}: {section.folder} was written with {name} = {found!r}, "
+                    f"the evaluation has {wanted!r}"
                 )
-            )
-            advance(1)
-    accepted, slots, survived, reached = sums
-    return Quality(
-        temperature=temperature,
-        data_temperature=float(dataset.manifest["temperature"]),
-        expected_length=float(1 + survived.sum() / slots[0]),
-        conditional_acceptance=tuple((survived / np.maximum(reached, 1e-9)).tolist()),
-        acceptance=tuple((accepted / np.maximum(slots, 1)).tolist()),
-        blocks=int(slots[0]),
-    )
+        identity = {
+            "language": section.language,
+            "template_sha256": manifest["template_sha256"],
+            "temperature": manifest["temperature"],
+            **documents.fingerprint,
+        }
+        return EvaluationSet(None, documents, identity)
+    assert section.file is not None
+    lines = read_prompts(Path(section.file))
+    lines = lines[-(section.last or 0) :][: section.limit]
+    text = target.text
+    if text is None:
+        raise ValueError(f"target {target.name} has no tokenizer to read set {section.name!r} with")
+    prompts = [
+        text.encode(line["prompt"])
+        if "prompt" in line
+        else text.chat_ids([{"role": "user", "content": line["turns"][0]}], thinking)
+        for line in lines
+    ]
+    identity = {
+        "language": section.language,
+        "prompts": len(prompts),
+        "prompts_sha256": digest(
+            json.dumps([line.get("turns", [line.get("prompt")])[0] for line in lines])
+        ),
+    }
+    return EvaluationSet(prompts, None, identity)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _acceptance_sums(
-    config: DrafterConfig,
-    target: DenseConfig,
-    temperature: float,
-    num_anchors: int,
-    weights: DrafterWeights,
-    target_weights: DenseWeights,
-    tokens: Int[Array, "B K"],
-    loss_mask: Bool[Array, "B K"],
-    key: Array,
-) -> Float[Array, "4 G"]:
-    """By position: acceptance, slots, survival, and survival of the slots before (supervised)."""
-    taps, last_hidden = target_features(target, target_weights, tokens, config.target_layer_ids)
-    batch = Sequences(tokens=tokens, loss_mask=loss_mask, taps=taps, last_hidden=last_hidden)
-    anchors, keep = sample_anchors(key, loss_mask, num_anchors)
-    blocks = draft_blocks(config, weights, target_weights.embed, batch, anchors, keep)
-    blocks = supervised_first(blocks)
-    head = target_weights.head
-
-    def accept(part: Blocks) -> Float[Array, "1 a G"]:
-        draft, _ = block_logits(config, weights, head, part)
-        truth = frozen_logits(part.target_hidden.astype(head.dtype), head)
-        if temperature == 0:
-            return (jnp.argmax(draft, axis=-1) == jnp.argmax(truth, axis=-1)).astype(jnp.float32)
-        _, l1 = cross_entropy_and_l1(draft / temperature, truth / temperature, part.target_ids)
-        return 1 - 0.5 * l1
-
-    acceptance = map_anchors(accept, blocks, BATCH * math.gcd(CHUNK, num_anchors)) * blocks.mask
-    survival = jnp.cumprod(acceptance, axis=-1)
-    before = jnp.concatenate([jnp.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
-    figures = (acceptance, blocks.mask, survival, before * blocks.mask)
-    return jnp.stack([jnp.sum(figure, axis=(0, 1), dtype=jnp.float32) for figure in figures])
-
-
-def evaluate_folders(
-    drafter: LoadedDrafter,
-    target: LoadedTarget,
-    folders: tuple[Path, ...],
-    *,
-    temperature: float,
-    length: int,
-    num_anchors: int = 64,
+def _conditions(
+    config: EvaluateConfig, target: LoadedTarget, sets: Mapping[str, EvaluationSet]
 ) -> dict[str, Any]:
-    """``evaluate`` on each folder, keyed by its name, and the macro average of their lengths.
-
-    Raises:
-        ValueError: folders sampled at different temperatures or through different templates:
-            their figures do not belong in one average.
-    """
-    datasets = {folder.name: read_dataset(folder) for folder in folders}
-    for key in ("temperature", "template_sha256"):
-        found = {name: data.manifest[key] for name, data in datasets.items()}
-        if len(set(found.values())) > 1:
-            raise ValueError(f"the folders differ in {key}: {found}")
-    sets = {
-        name: dataclasses.asdict(
-            evaluate(
-                drafter,
-                target,
-                data,
-                temperature=temperature,
-                length=length,
-                num_anchors=num_anchors,
-            )
-        )
-        for name, data in datasets.items()
-    }
-    macro = float(np.mean([quality["expected_length"] for quality in sets.values()]))
+    """What two runs must share to be compared."""
+    settings, text = config.evaluation, target.text
+    template = None
+    if text is not None and text.has_template:
+        template = template_digest(text, settings.thinking)
     return {
-        "drafter": drafter.name,
         "target": target.name,
-        "temperature": temperature,
-        "macro_expected_length": macro,
-        "sets": sets,
+        "dtype": config.target.dtype,
+        "template_sha256": template,
+        "thinking": settings.thinking,
+        "temperatures": list(settings.temperatures),
+        "max_new_tokens": settings.max_new_tokens,
+        "sets": {name: one.identity for name, one in sets.items()},
     }
 
 
-def main(
-    data: tyro.conf.Positional[tuple[Path, ...]],
-    *,
-    target: str,
-    drafter: str,
-    temperature: float = 1.0,
-    length: int = 768,
-    num_anchors: int = 64,
-    dtype: Dtype = "bfloat16",
-    json_path: Path | None = None,
-) -> None:
-    """Teacher-forced quality of a drafter on data folders.
+class _Job:
+    """One drafter on all sets."""
 
-    Args:
-        data: folders of documents that the target wrote.
-        target: name, folder or GGUF file.
-        drafter: folder, or name of a shipped drafter.
-        temperature: 0 counts greedy matches, above it acceptance is 1 - TV.
-        length: tokens of each document that are used.
-        num_anchors: blocks a document at most.
-        dtype: of the weights.
-        json_path: where to write the figures.
-    """
-    loaded = load_target(target, jnp.dtype(dtype))
-    pair = load_drafter(drafter, (loaded.config, loaded.weights), jnp.dtype(dtype))
-    report = evaluate_folders(
-        pair, loaded, data, temperature=temperature, length=length, num_anchors=num_anchors
-    )
-    table = Table("set", "blocks", "expected length", "conditional acceptance")
-    for name, quality in report["sets"].items():
-        by_position = " ".join(f"{value:.2f}" for value in quality["conditional_acceptance"])
-        length_text = f"{quality['expected_length']:.2f}"
-        table.add_row(name, str(quality["blocks"]), length_text, by_position)
-    table.add_row("macro", "", f"{report['macro_expected_length']:.2f}", "")
-    Console().print(table)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        target: LoadedTarget,
+        drafter: LoadedDrafter,
+        calibration: Calibration | None,
+        sets: Mapping[str, EvaluationSet],
+        stop: Stop,
+    ) -> None:
+        self._config = config
+        self._target, self._drafter = target, drafter
+        self._calibration = calibration
+        self._sets = sets
+        self._stop = stop
+        prompts = [ids for one in sets.values() for ids in one.prompts or ()]
+        self._session = None
+        if prompts:
+            longest = max(map(len, prompts)) + config.evaluation.max_new_tokens + 1
+            self._session = Generator(
+                target,
+                drafter,
+                mode="static",
+                batch=min(config.evaluation.batch, len(prompts)),
+                max_context=_steps_of(longest),
+                record_confidences=drafter.config.enable_confidence_head,
+            )
+
+    def arm(self, number: int, temperature: float, journal: Journal) -> tuple[dict[str, Any], Any]:
+        """All figures at one temperature, and the blocks behind them (None without confidences)."""
+        scale = None
+        if self._calibration is not None:
+            told = self._calibration.distant(temperature)
+            if told is not None:
+                print(told)
+            scale = self._calibration.nearest(temperature).temperatures
+        answers = self._answers(number, temperature, journal)
+        depth, limit = self._drafter.config.block_size, self._config.evaluation.max_new_tokens
+        figures: dict[str, dict[str, Any]] = {name: {} for name in self._sets}
+        for name, own in answers.items():
+            figures[name]["generated"] = generated_figures(own, depth, limit, scale)
+        if self._config.evaluation.teacher_forced:
+            for name, quality in self._teacher_forced(temperature, answers).items():
+                figures[name]["teacher_forced"] = quality
+        arm: dict[str, Any] = {
+            "temperature": temperature,
+            "sts_temperatures": scale,
+            "sets": figures,
+            "macro": macro(figures),
+        }
+        every = [done for own in answers.values() for done in own]
+        blocks = None
+        if every and self._drafter.config.enable_confidence_head:
+            blocks = verified_blocks(every, depth)
+            pooled = generated_figures(every, depth, limit, scale)
+            arm["all_sets"] = {
+                name: pooled[name]
+                for name in ("thresholds", "thresholds_calibrated", "calibration")
+                if name in pooled
+            }
+        return arm, blocks
+
+    def _answers(
+        self, number: int, temperature: float, journal: Journal
+    ) -> dict[str, list[Completion]]:
+        """Answers of every prompt set, from the journal or new."""
+        settings = self._config.evaluation
+        owners: dict[Key, str] = {}
+        requests: dict[Key, Request] = {}
+        for place, (name, one) in enumerate(self._sets.items()):
+            for index, prompt_ids in enumerate(one.prompts or ()):
+                key = (number, place, index)
+                params = SamplingParams(
+                    temperature=temperature,
+                    seed=(settings.seed + len(requests)) % 2**32,
+                    max_new_tokens=settings.max_new_tokens,
+                )
+                owners[key], requests[key] = name, Request(prompt_ids, params)
+        if self._session is None:
+            return {}
+        known = sum(key in journal.kept for key in requests)
+        if known < len(requests):
+            self._session.warmup(SamplingParams(temperature=temperature))
+        with progress_bar(f"answers, T = {temperature:g}", len(requests), known) as advance:
+            found = answer_all(self._session, requests, journal, self._stop, lambda *_: advance(1))
+        by_set: dict[str, list[Completion]] = {}
+        for key, done in found.items():
+            by_set.setdefault(owners[key], []).append(done)
+        return by_set
+
+    def _teacher_forced(
+        self, temperature: float, answers: Mapping[str, Sequence[Completion]]
+    ) -> dict[str, dict[str, Any]]:
+        """``teacher_forced`` on every set's documents: those given, or its answers."""
+        datasets = {}
+        for name, one in self._sets.items():
+            datasets[name] = one.documents or TokenDataset.of(
+                [supervised_answer(done.prompt_ids, done.token_ids) for done in answers[name]],
+                {"target": self._target.name, "temperature": temperature},
+            )
+        batches = sum(math.ceil(len(data) / BATCH) for data in datasets.values())
+        # One length for all sets: one program.
+        length = _steps_of(max(int(np.diff(data.offsets).max()) for data in datasets.values()))
+        num_anchors = min(self._config.evaluation.num_anchors, length - 1)
+        found = {}
+        with progress_bar(f"teacher-forced, T = {temperature:g}", batches) as advance:
+
+            def between() -> None:
+                advance(1)
+                self._stop.check()
+
+            for name, data in datasets.items():
+                quality = teacher_forced(
+                    self._drafter,
+                    self._target,
+                    data,
+                    temperature=temperature,
+                    length=length,
+                    num_anchors=num_anchors,
+                    between=between,
+                )
+                found[name] = dataclasses.asdict(quality)
+        return found
 
 
-if __name__ == "__main__":
-    tyro.cli(main)
+def _steps_of(length: int) -> int:
+    """``length`` rounded up: contexts of few sizes compile few programs."""
+    return -(-length // CONTEXT_STEP) * CONTEXT_STEP
+
+
+GENERATED = (
+    "accepted_length",
+    "accepted_length_after_first",
+    "accepted_length_not_looping",
+    "looping",
+    "conditional_acceptance",
+)
+TEACHER_FORCED = ("expected_length", "conditional_acceptance")
+
+
+def macro(sets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Means over the sets, each weighing the same; None where a set has no figure."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, names in (("generated", GENERATED), ("teacher_forced", TEACHER_FORCED)):
+        own = [figures[kind] for figures in sets.values() if kind in figures]
+        if own:
+            found[kind] = {name: _mean([figures[name] for figures in own]) for name in names}
+    return found
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Sequence):
+        return [_mean(column) for column in zip(*values, strict=True)]
+    return None if None in values else float(np.mean(values))
+
+
+def _scalars(arm: Mapping[str, Any]) -> dict[str, float]:
+    """What TensorBoard shows of an arm; its step is the arm's number."""
+    found = {"temperature": float(arm["temperature"])}
+    for name, figures in {**arm["sets"], "macro": arm["macro"]}.items():
+        for kind, figure in (
+            ("generated", "accepted_length"),
+            ("teacher_forced", "expected_length"),
+        ):
+            value = figures.get(kind, {}).get(figure)
+            if value is not None:
+                found[f"{figure}/{name}"] = value
+    for row in arm.get("all_sets", {}).get("calibration", ()):
+        for name in ("ece_before", "ece_after"):
+            if row[name] is not None:
+                found[f"{name}/{row['position']}"] = row[name]
+    return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -194,8 +195,8 @@ class CacheWriter:
             else 0
             for number in np.unique(records["shard"]).tolist()
         }
-        whole = [self._end_of(record) <= sizes[int(record["shard"])] for record in records]
-        kept = records[: whole.index(False) if False in whole else len(whole)]
+        whole = [int(self._end_of(one)) <= sizes[int(one["shard"])] for one in records]
+        kept = records[: sum(itertools.accumulate(whole, min))]
         index.write_bytes(kept.tobytes())
         last = int(kept[-1]["shard"]) if len(kept) else -1
         for path in self._folder.glob("shard-*.bin"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -69,6 +70,11 @@ def write_shard(folder: Path, index: int, sequences: Sequence[TokenSequence]) ->
     finally:
         writer.close()
     os.replace(temporary, path)
+
+
+def digest(content: str) -> str:
+    """SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_whole(path: Path, content: bytes) -> None:

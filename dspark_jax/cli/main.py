@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "check": Subcommand("dspark_jax.cli.check", "Compare a model with recorded reference tensors."),
     "data": Subcommand("dspark_jax.cli.data", "Write training data with a target."),
     "train": Subcommand("dspark_jax.cli.train", "Train a drafter from a TOML config."),
+    "evaluate": Subcommand("dspark_jax.cli.evaluate", "Measure a drafter, or compare two runs."),
     "calibrate": Subcommand(
         "dspark_jax.cli.calibrate", "Fit the temperatures of a confidence head."
     ),

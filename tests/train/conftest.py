@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dspark_jax.checkpoints.drafter_config import drafter_config
 from dspark_jax.checkpoints.drafter_deepspec import read_deepspec
@@ -17,6 +18,8 @@ from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
 from dspark_jax.checkpoints.tensors import SafetensorsSource
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterWeights
+from dspark_jax.text.chat_template import ChatTemplate
+from dspark_jax.text.text import Text
 from train.config import TrainConfig, read_config
 from train.data import supervised_answer
 from train.forward import Sequences
@@ -74,6 +77,35 @@ def tiny_target() -> LoadedTarget:
     """The tiny Llama under the name that the tiny config gives it."""
     loaded = load_target(GOLDEN / "llama_tiny", jnp.float32)
     return dataclasses.replace(loaded, name="tests/golden/llama_tiny")
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<start> ' + message['role'] + ' ' + message['content'] "
+    "+ ' <end> ' }}{% endfor %}{% if add_generation_prompt %}{{ '<start> assistant ' }}{% endif %}"
+)
+STOP = 2
+
+
+def words_text(template: str = TEMPLATE) -> Text:
+    """A tokenizer of words, w0 to w154, with a chat template; ``<end>`` is ``STOP``."""
+    words = ["<pad>", "<start>", "<end>", "user", "assistant", *(f"w{i}" for i in range(155))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<start>", "<end>"])
+    return Text(tokenizer, ChatTemplate(template, {}, "test"))
+
+
+@pytest.fixture(scope="session")
+def chatty(tiny_target: LoadedTarget) -> LoadedTarget:
+    """The tiny target with a vocabulary of words and a chat template."""
+    return dataclasses.replace(tiny_target, text=words_text(), stop_token_ids=(STOP,))
+
+
+@pytest.fixture
+def forgetful_text() -> Text:
+    """Its template keeps of a message only what follows the last ``w0``."""
+    kept = "message['content'].split(' w0 ')[-1] + "
+    return words_text(TEMPLATE.replace("message['content'] + ", kept))
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ import signal
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dspark_jax.decode.request import Completion
-from dspark_jax.text.chat_template import ChatTemplate
 from dspark_jax.text.text import Text
 from train import answers
 from train.answers import build_dataset, open_user_turn, request_seed
@@ -25,26 +23,7 @@ from train.data_config import (
 from train.shards import read_dataset, shard_path
 from train.stopping import Stop, Stopped
 
-TEMPLATE = (
-    "{% for message in messages %}{{ '<start> ' + message['role'] + ' ' + message['content'] "
-    "+ ' <end> ' }}{% endfor %}{% if add_generation_prompt %}{{ '<start> assistant ' }}{% endif %}"
-)
-FORGETFUL = TEMPLATE.replace("message['content'] + ", "message['content'].split(' w0 ')[-1] + ")
 STOP = 2
-
-
-def words_text(template=TEMPLATE):
-    words = ["<pad>", "<start>", "<end>", "user", "assistant", *(f"w{i}" for i in range(155))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<start>", "<end>"])
-    return Text(tokenizer, ChatTemplate(template, {}, "test"))
-
-
-@pytest.fixture(scope="module")
-def chatty(tiny_target):
-    """The tiny target with a vocabulary of words and a chat template."""
-    return dataclasses.replace(tiny_target, text=words_text(), stop_token_ids=(STOP,))
 
 
 @pytest.fixture
@@ -140,8 +119,8 @@ def test_an_answer_cut_at_its_limit_gets_its_end_of_turn_from_the_template_unsup
     assert document.loss_mask[len(first) : len(first) + 3].tolist() == [True, True, False]
 
 
-def test_a_template_that_rewrites_earlier_turns_begins_a_new_document():
-    text = words_text(FORGETFUL)
+def test_a_template_that_rewrites_earlier_turns_begins_a_new_document(forgetful_text):
+    text = forgetful_text
     talk = Conversation(text, ["w1", "w3", "w4"], None)
     first = talk.ask(0)
     talk.hear(reply(text, "w5 w0 w6"))

@@ -6,6 +6,7 @@ import pytest
 
 from train.config import TrainConfig, from_table, read_config
 from train.data_config import DataConfig
+from train.evaluate_config import EvaluateConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = (CONFIGS / "tiny.toml").read_text()
@@ -26,6 +27,10 @@ def test_shipped_configs_read(name):
 @pytest.mark.parametrize("name", ["smollm2-135m-data-prompts", "smollm2-135m-data-self"])
 def test_shipped_data_configs_read(name):
     read_config(CONFIGS / f"{name}.toml", DataConfig)
+
+
+def test_the_shipped_evaluation_config_reads():
+    read_config(CONFIGS / "smollm2-135m-evaluate.toml", EvaluateConfig)
 
 
 def test_dflash_differs_from_dspark_only_in_its_head_and_output():
