@@ -97,6 +97,8 @@ def generate(
         raise ValueError("give one of --prompt TEXT and --prompts FILE.jsonl")
     if prompt == "":
         raise ValueError("--prompt is empty; wanted at least one character")
+    if record_confidences is not None and not record_confidences.parent.is_dir():
+        raise FileNotFoundError(f"no folder {record_confidences.parent} to write records in")
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,

@@ -146,3 +146,8 @@ def test_nothing_is_recorded_without_a_drafter(folder, capsys):
     assert generate(folder, out, "--drafter", "none") == 2
     assert "record_confidences needs a drafter" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_folder_that_does_not_exist_is_told_before_anything_is_decoded(folder, capsys):
+    assert generate(folder, folder / "nowhere" / "records.jsonl") == 2
+    assert "nowhere to write records in" in capsys.readouterr().err
