@@ -1,0 +1,55 @@
+"""One bf16 row on a CPU: the same numbers as any product, and no fp32 copy of the weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.models.layers import linear
+from dspark_jax.models.one_row import lanes_of, row_product
+
+OUTPUTS = 24
+
+
+def operands(width):
+    row, weight = jax.random.key(width), jax.random.key(width + 1)
+    return (
+        jax.random.normal(row, (1, width), jnp.bfloat16),
+        jax.random.normal(weight, (OUTPUTS, width), jnp.bfloat16),
+    )
+
+
+def exact(x, weight):
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+
+@pytest.mark.parametrize("width", [48, 64, 128, 160, 576, 1536, 11008])
+def test_one_row_is_accumulated_in_fp32_at_any_width(width):
+    x, weight = operands(width)
+    found = linear(x, weight, jnp.float32)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact(x, weight), rtol=1e-5, atol=1e-5 * width**0.5)
+    rounded = linear(x[None], weight)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded[0], found.astype(jnp.bfloat16))
+
+
+def test_wide_rows_take_more_lanes_and_narrow_or_odd_ones_none():
+    assert lanes_of(576) == lanes_of(1536) == 32
+    assert lanes_of(11008) == 256
+    assert lanes_of(64) is lanes_of(600) is None
+
+
+def test_the_weights_are_not_widened_in_memory():
+    weight = jax.ShapeDtypeStruct((512, 576), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((1, 576), jnp.bfloat16)
+    memory = jax.jit(linear).lower(row, weight).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 512 * lanes_of(576) * 4
+
+
+def test_gradients_and_vmap_pass_through():
+    x, weight = operands(128)
+    slope = jax.grad(lambda row: row_product(row, weight, 32).sum())(x[0].astype(jnp.float32))
+    np.testing.assert_allclose(slope, weight.astype(jnp.float32).sum(axis=0), rtol=1e-5, atol=1e-5)
+    many = jax.vmap(linear, (0, None))(jnp.stack([x, 2 * x]), weight)
+    np.testing.assert_array_equal(many[1], 2 * many[0])
