@@ -25,10 +25,23 @@ class TargetSection:
 
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-    """Data folders, and the length in tokens that documents are cut or padded to."""
+    """Documents, and the length in tokens that they are cut or padded to.
 
-    folders: tuple[str, ...]
+    They come from data ``folders``, or from a feature ``cache`` that holds the target's features
+    beside them: exactly one of the two.
+    """
+
     sequence_length: int
+    folders: tuple[str, ...] = ()
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none or both sources."""
+        if bool(self.folders) == (self.cache is not None):
+            raise ValueError(
+                f"data.folders is {list(self.folders)} and data.cache is {self.cache!r}; give one "
+                "of the two"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -117,10 +117,24 @@ class _PadToLength(grain.transforms.Map):
         return row
 
 
+class Documents(Protocol):
+    """Documents by index, each a dataclass of arrays with a leading axis of tokens."""
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Document ``index``."""
+        ...
+
+
 def shuffled_batches(
-    dataset: TokenDataset, *, batch_size: int, length: int, seed: int
+    dataset: Documents, *, batch_size: int, length: int, seed: int
 ) -> grain.DatasetIterator:
     """Endless batches ``{"tokens", "loss_mask"}`` of ``[batch_size, length]``, a document a row.
+
+    Documents of a feature cache bring ``taps`` and ``last_hidden`` as well.
 
     Every epoch is a fresh shuffle fixed by the seed and the epoch's index; what does not fill
     a batch is left out of that epoch. ``get_state`` and ``set_state`` (a small dict) fix the

@@ -13,6 +13,7 @@ from dspark_jax.calibration.plots import draw_reliability
 from dspark_jax.calibration.quality import measure
 
 ACCEPTANCE, THRESHOLDS = "acceptance.png", "thresholds.png"
+SHARES = (-0.02, 1.02)
 
 
 def draw_figures(
@@ -33,13 +34,12 @@ def draw_figures(
         _draw_thresholds(with_thresholds, folder / THRESHOLDS)
     for arm, own in zip(arms, blocks, strict=True):
         if own is not None:
-            scale = np.ones(own.block_size)
-            if arm["sts_temperatures"] is not None:
-                scale = np.asarray(arm["sts_temperatures"], np.float64)
+            scale = arm["sts_temperatures"]
+            scale = None if scale is None else np.asarray(scale, np.float64)
             draw_reliability(
                 own,
                 scale,
-                measure(own, scale),
+                measure(own, np.ones(own.block_size) if scale is None else scale),
                 folder / f"reliability-T{arm['temperature']:g}.png",
                 f"{report['drafter']}, T = {arm['temperature']:g}, all sets",
             )
@@ -61,7 +61,7 @@ def _acceptance(panel: Any, arm: Mapping[str, Any]) -> None:
         values = figures[kind]["conditional_acceptance"]
         heights = [np.nan if value is None else value for value in values]
         panel.plot(range(1, len(heights) + 1), heights, marker="o", markersize=4, label=name)
-    panel.set_ylim(0, 1)
+    panel.set_ylim(*SHARES)
 
 
 def _draw(arms: Sequence[Mapping[str, Any]], draw: Any, across: str, up: str, path: Path) -> None:
@@ -74,7 +74,7 @@ def _draw(arms: Sequence[Mapping[str, Any]], draw: Any, across: str, up: str, pa
         panel.set_xlabel(across)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel(up)
-    panels[0].legend(fontsize=8, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(path)
 
 
@@ -96,11 +96,11 @@ def _draw_thresholds(arms: Sequence[Mapping[str, Any]], path: Path) -> None:
             panel.plot(across, share, color=f"C{place}", marker="o", markersize=3, label=name)
             tokens = [row["tokens_a_step"] for row in rows]
             other.plot(across, tokens, color=f"C{place}", linestyle="--", linewidth=1.2)
-        panel.set_ylim(0, 1)
+        panel.set_ylim(*SHARES)
         panel.set_title(f"T = {arm['temperature']:g}", fontsize=10)
         panel.set_xlabel("confidence threshold")
         panel.grid(alpha=0.3)
         panel.set_ylabel("accepted share of kept drafts (solid)")
         other.set_ylabel("tokens a step (dashed)")
-    panels[0].legend(fontsize=8, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(path)

@@ -23,11 +23,14 @@ def print_report(report: Mapping[str, Any]) -> None:
     console = Console(width=WIDTH)
     for arm in report["arms"]:
         title = f"{report['drafter']}, T = {arm['temperature']:g}"
-        console.print(_lengths(title, arm))
+        console.print(f"\n{title}")
+        console.print(_lengths(arm))
         pooled = arm.get("all_sets")
         if pooled:
-            console.print(_thresholds(title, pooled))
-            console.print(_calibration(title, pooled["calibration"]))
+            console.print(f"\n{title}, all sets: full blocks cut at a confidence threshold")
+            console.print(_thresholds(pooled))
+            console.print(f"\n{title}, all sets: survival against accepted prefixes")
+            console.print(_calibration(pooled["calibration"]))
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -35,9 +38,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _lengths(title: str, arm: Mapping[str, Any]) -> Table:
+def _lengths(arm: Mapping[str, Any]) -> Table:
     sets = {**arm["sets"], "macro": arm["macro"]}
-    table = Table("figure", *sets, title=title, title_justify="left", box=None)
+    table = Table("figure", *sets, box=None)
     for kind, name, label in LENGTHS:
         if kind in arm["macro"]:
             values = [sets[one].get(kind, {}).get(name) for one in sets]
@@ -56,13 +59,11 @@ def _lengths(title: str, arm: Mapping[str, Any]) -> Table:
     return table
 
 
-def _thresholds(title: str, pooled: Mapping[str, Any]) -> Table:
+def _thresholds(pooled: Mapping[str, Any]) -> Table:
     rows: Sequence[Mapping[str, Any]] = pooled["thresholds"]
     table = Table(
         "threshold",
         *(f"{row['threshold']:.1f}" for row in rows),
-        title=f"{title}, all sets, full blocks cut at a confidence threshold",
-        title_justify="left",
         box=None,
     )
     for name, label in (
@@ -76,12 +77,10 @@ def _thresholds(title: str, pooled: Mapping[str, Any]) -> Table:
     return table
 
 
-def _calibration(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def _calibration(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(
         "position",
         *(str(row["position"]) for row in rows),
-        title=f"{title}, all sets, survival against accepted prefixes",
-        title_justify="left",
         box=None,
     )
     for name in CALIBRATION:

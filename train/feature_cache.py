@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -248,6 +249,22 @@ class FeatureCache:
         self._records = np.fromfile(index, RECORD)
         self._shards = tuple(folder / shard["file_name"] for shard in self.manifest["shards"])
         self._check_shards()
+
+    def check_fits(self, target_name: str, hidden_size: int, taps: Sequence[int]) -> None:
+        """Refuse features of another target, width or set of layers.
+
+        Raises:
+            ValueError: names what differs and both values.
+        """
+        for name, found, wanted in (
+            ("target", self.manifest["target_model_name_or_path"], target_name),
+            ("hidden_size", self.hidden_size, hidden_size),
+            ("target_layer_ids", list(self.taps), list(taps)),
+        ):
+            if found != wanted:
+                raise ValueError(
+                    f"the feature cache {self.folder} has {name} {found!r}, the run has {wanted!r}"
+                )
 
     def __len__(self) -> int:
         """Number of documents."""

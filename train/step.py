@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterWeights
@@ -70,10 +70,17 @@ def train_step(
     target_weights: DenseWeights,
     tokens: Int[Array, "B K"],
     loss_mask: Bool[Array, "B K"],
+    cached: tuple[Float[Array, "B K n*D"], Float[Array, "B K D"]] | None = None,
 ) -> tuple[TrainState, StepReport]:
-    """Advance by one batch. The target is frozen; embedding and head are its own."""
+    """Advance by one batch. The target is frozen; embedding and head are its own.
+
+    ``cached`` holds taps and last hidden states; without it the target computes them, which
+    takes its layers.
+    """
     optimizer, schedule = optimizer_of(config)
-    taps, last_hidden = target_features(target, target_weights, tokens, drafter.target_layer_ids)
+    if cached is None:
+        cached = target_features(target, target_weights, tokens, drafter.target_layer_ids)
+    taps, last_hidden = (part.astype(target_weights.embed.dtype) for part in cached)
     batch = Sequences(tokens=tokens, loss_mask=loss_mask, taps=taps, last_hidden=last_hidden)
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     anchors, keep = sample_anchors(key, loss_mask, config.training.num_anchors)

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from dspark_jax.checkpoints.drafter import save_drafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.drafter.config import DrafterConfig
+from train.cached_data import CachedDataset
 from train.checkpointing import Checkpoints
 from train.config import TrainConfig
 from train.data import TokenDataset, fit_to_length, join, shuffled_batches
+from train.feature_cache import FeatureCache
 from train.initialize import drafter_config
 from train.metrics import MetricsLog
 from train.progress import Advance, progress_bar
@@ -42,7 +44,7 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
     """
     folder = Path(config.training.output)
     drafter = drafter_config(config.drafter, target)
-    data = load_data(config, target.name)
+    data = load_data(config, target.name, drafter)
     open_run(folder, config, data.fingerprint, resume)
     batches = shuffled_batches(
         data,
@@ -75,21 +77,28 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
     return True
 
 
-def load_data(config: TrainConfig, target_name: str) -> TokenDataset:
+def load_data(
+    config: TrainConfig, target_name: str, drafter: DrafterConfig
+) -> TokenDataset | CachedDataset:
     """The run's documents, cut to length, with enough to learn from.
 
     As in DeepSpec, a document with fewer supervised tokens than two blocks is dropped.
 
     Raises:
-        ValueError: data written for another target.
+        ValueError: data or features of another target or of other layers.
     """
+    length, minimum = config.data.sequence_length, 2 * config.drafter.block_size
+    if config.data.cache is not None:
+        cache = FeatureCache(Path(config.data.cache))
+        cache.check_fits(target_name, drafter.target_hidden_size, drafter.target_layer_ids)
+        return CachedDataset(cache, length, minimum)
     dataset = join([read_dataset(Path(folder)) for folder in config.data.folders])
     if dataset.manifest["target"] != target_name:
         raise ValueError(
             f"the data in {config.data.folders[0]} was written by target "
             f"{dataset.manifest['target']!r}, the run trains for {target_name!r}"
         )
-    return fit_to_length(dataset, config.data.sequence_length, 2 * config.drafter.block_size)
+    return fit_to_length(dataset, length, minimum)
 
 
 def _steps(
@@ -118,6 +127,9 @@ def _steps(
                 target.weights,
                 jnp.asarray(batch["tokens"]),
                 jnp.asarray(batch["loss_mask"]),
+                (jnp.asarray(batch["taps"]), jnp.asarray(batch["last_hidden"]))
+                if "taps" in batch
+                else None,
             )
             # Written one step late: the device has the next step to work on meanwhile.
             if done % settings.log_every == 0:

@@ -21,7 +21,7 @@ BEFORE, AFTER = "#d1603d", "#2f6690"
 
 def draw_reliability(
     blocks: VerifiedBlocks,
-    temperatures: Float[np.ndarray, "G"],
+    temperatures: Float[np.ndarray, "G"] | None,
     quality: Sequence[PositionQuality],
     path: Path,
     title: str,
@@ -30,6 +30,7 @@ def draw_reliability(
 
     Under each panel the share of blocks in each bin; above it the ECE before and after and the
     AUROC. Positions without a label are left out, and so are bins of fewer than ``FEWEST`` blocks.
+    Without ``temperatures`` there is no "after".
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -45,7 +46,10 @@ def draw_reliability(
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     before = cumulative_survival(blocks.logits, np.ones(blocks.block_size))
-    after = cumulative_survival(blocks.logits, np.asarray(temperatures, np.float64))
+    curves = [(before, BEFORE, "before")]
+    if temperatures is not None:
+        after = cumulative_survival(blocks.logits, np.asarray(temperatures, np.float64))
+        curves.append((after, AFTER, "after STS"))
     panels = figure.add_gridspec(rows, columns)
     for index, figures in enumerate(drawn):
         position = figures.position - 1
@@ -57,11 +61,8 @@ def draw_reliability(
         known = blocks.labelled[:, position]
         label = blocks.survived[known, position]
         diagram.plot([0, 1], [0, 1], color="0.7", linestyle="--", linewidth=1)
-        for probability, colour, name in (
-            (before[known, position], BEFORE, "before"),
-            (after[known, position], AFTER, "after STS"),
-        ):
-            bins = reliability_bins(probability, label)
+        for survival, colour, name in curves:
+            bins = reliability_bins(survival[known, position], label)
             filled = bins.count >= FEWEST
             diagram.plot(
                 bins.predicted[filled],
@@ -74,7 +75,7 @@ def draw_reliability(
             )
             middles = (np.arange(BINS) + 0.5) / BINS
             shares.bar(middles, bins.count / bins.count.sum(), 1 / BINS, color=colour, alpha=0.55)
-        diagram.set_title(_caption(figures), fontsize=8)
+        diagram.set_title(_caption(figures, temperatures is not None), fontsize=8)
         diagram.set_xlim(0, 1)
         diagram.set_ylim(0, 1)
         diagram.tick_params(labelbottom=False, labelsize=7)
@@ -88,11 +89,14 @@ def draw_reliability(
     figure.savefig(path)
 
 
-def _caption(figures: PositionQuality) -> str:
+def _caption(figures: PositionQuality, calibrated: bool) -> str:
     assert figures.ece_before is not None
     assert figures.ece_after is not None
     auroc = "undefined" if figures.auroc_after is None else f"{figures.auroc_after:.3f}"
+    error = f"ECE {100 * figures.ece_before:.1f} %"
+    if not calibrated:
+        return f"position {figures.position}\n{error}, AUROC {auroc}"
     return (
         f"position {figures.position}, T = {figures.temperature:.2f}\n"
-        f"ECE {100 * figures.ece_before:.1f} % to {100 * figures.ece_after:.1f} %, AUROC {auroc}"
+        f"{error} to {100 * figures.ece_after:.1f} %, AUROC {auroc}"
     )

@@ -36,12 +36,14 @@ class LoadedTarget:
     name: str
 
 
-def load_target(name_or_path: str | Path, dtype: Any) -> LoadedTarget:
+def load_target(name_or_path: str | Path, dtype: Any, *, layers: bool = True) -> LoadedTarget:
     """Load a target in ``dtype`` (float32 or bfloat16).
 
     Args:
         name_or_path: ``smollm2-135m``, a Hugging Face folder, a ``.gguf`` file, or a hub id
             such as ``Qwen/Qwen3-0.6B``. A path that exists wins over a hub id.
+        layers: False leaves the decoder layers on the disk: such a target lends a drafter its
+            embedding and head and cannot decode.
 
     Raises:
         FileNotFoundError: nothing of that name.
@@ -52,13 +54,13 @@ def load_target(name_or_path: str | Path, dtype: Any) -> LoadedTarget:
     name = str(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _from_folder(path, dtype, name)
+        return _from_folder(path, dtype, name, layers)
     if path.is_file() and path.suffix == ".gguf":
-        return _from_gguf(path, dtype, name)
+        return _from_gguf(path, dtype, name, layers)
     if name == SMOLLM2:
-        return _from_gguf(smollm2_path(), dtype, name)
+        return _from_gguf(smollm2_path(), dtype, name, layers)
     if not path.exists() and path.suffix != ".gguf" and HUB_ID.fullmatch(name):
-        return _from_folder(fetch(name), dtype, name)
+        return _from_folder(fetch(name), dtype, name, layers)
     raise FileNotFoundError(
         f"no target {name!r}: wanted {SMOLLM2}, a folder with config.json, a .gguf file, or a "
         "Hugging Face id (owner/name)"
@@ -81,21 +83,21 @@ def smollm2_path() -> Path:
     )
 
 
-def _from_folder(path: Path, dtype: Any, name: str) -> LoadedTarget:
+def _from_folder(path: Path, dtype: Any, name: str, layers: bool) -> LoadedTarget:
     config_file = path / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"no config.json in {path}")
     raw = read_object(config_file)
     config = dense_config(raw, config_file)
-    weights = dense_weights(config, SafetensorsSource(path), dtype, path)
+    weights = dense_weights(config, SafetensorsSource(path), dtype, path, layers)
     text = Text.from_folder(path) if (path / "tokenizer.json").is_file() else None
     return LoadedTarget(config, weights, text, _stop_token_ids(path, raw), name)
 
 
-def _from_gguf(path: Path, dtype: Any, name: str) -> LoadedTarget:
+def _from_gguf(path: Path, dtype: Any, name: str, layers: bool) -> LoadedTarget:
     file = GgufFile(path)
     config = file.config()
-    weights = dense_weights(config, file, dtype, path)
+    weights = dense_weights(config, file, dtype, path, layers)
     stops = (file.metadata(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
     stop_token_ids = tuple(dict.fromkeys(int(stop) for stop in stops if stop is not None))
     text = Text.from_gguf(file.metadata, path) if file.metadata("tokenizer.ggml.model") else None

@@ -140,11 +140,12 @@ def dense_shapes(config: DenseConfig) -> dict[str, tuple[int, ...]]:
 
 
 def dense_weights(
-    config: DenseConfig, source: TensorSource, dtype: Any, where: Path | str
+    config: DenseConfig, source: TensorSource, dtype: Any, where: Path | str, layers: bool = True
 ) -> DenseWeights:
     """Weights of a dense target in ``dtype`` (float32 or bfloat16) on the default device.
 
-    A stored head beside a tied embedding is accepted when it is the same matrix.
+    Without ``layers`` only embedding, final norm and head are read. A stored head beside a tied
+    embedding is accepted when it is the same matrix.
 
     Raises:
         ValueError: another dtype; or any missing, unknown or misshapen tensor, all in one message.
@@ -185,7 +186,7 @@ def dense_weights(
 
     return DenseWeights(
         embed=read("model.embed_tokens"),
-        layers=tuple(layer(index) for index in range(config.num_hidden_layers)),
+        layers=tuple(layer(index) for index in range(config.num_hidden_layers if layers else 0)),
         norm=read("model.norm"),
         lm_head=None if config.tie_word_embeddings else read("lm_head"),
     )

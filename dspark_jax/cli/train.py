@@ -25,7 +25,9 @@ def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -
     from train.trainer import DRAFTER, run_training
 
     settings = read_config(config, TrainConfig)
-    target = load_target(settings.target.name, jnp.dtype(settings.target.dtype))
+    dtype = jnp.dtype(settings.target.dtype)
+    # A cache stands in for the layers of a target that would not fit beside the drafter.
+    target = load_target(settings.target.name, dtype, layers=settings.data.cache is None)
     if not run_training(settings, target, resume=resume):
         print(f"stopped after saving; continue with: dspark train {config} --resume")
         return STOPPED
