@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.losses import LossConfig
+from train.optimizer import Optimizer
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -64,6 +65,7 @@ class TrainingSection:
     output: str
     steps: int
     seed: int = 42
+    optimizer: Optimizer = "adamw"
     learning_rate: float = 6e-4
     batch_size: int = 32
     num_anchors: int = 256

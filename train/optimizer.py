@@ -1,13 +1,22 @@
-"""AdamW with DeepSpec's constants: warm-up, cosine to zero, global-norm clipping."""
+"""Optimizers of a drafter: warm-up, cosine to zero, global-norm clipping; AdamW or Muon."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any, Literal
 
+import jax
 import optax
+
+from dspark_jax.drafter.weights import DrafterWeights
+
+Optimizer = Literal["adamw", "muon"]
 
 WARMUP_FRACTION = 0.04
 CLIP_NORM = 1.0
+MUON_RMS = 0.2
+"""Size of a Muon update: that of a typical AdamW update, so both take one learning rate."""
 
 
 def learning_rate_schedule(peak: float, steps: int) -> optax.Schedule:
@@ -18,8 +27,30 @@ def learning_rate_schedule(peak: float, steps: int) -> optax.Schedule:
     )
 
 
-def drafter_optimizer(schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clip the global gradient norm to 1, then AdamW (betas .9/.999, no weight decay)."""
-    return optax.chain(
-        optax.clip_by_global_norm(CLIP_NORM), optax.adamw(schedule, weight_decay=0.0)
-    )
+def drafter_optimizer(
+    schedule: optax.Schedule, optimizer: Optimizer = "adamw"
+) -> optax.GradientTransformation:
+    """Clip the global gradient norm to 1, then step.
+
+    "adamw" has DeepSpec's constants (betas .9/.999, no weight decay). "muon" orthogonalises
+    the updates of the backbone's matrices; heads, norms and vectors still take AdamW.
+    """
+    if optimizer == "adamw":
+        step = optax.adamw(schedule, weight_decay=0.0)
+    else:
+        step = optax.contrib.muon(
+            schedule, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=_backbone_matrices
+        )
+    return optax.chain(optax.clip_by_global_norm(CLIP_NORM), step)
+
+
+def _backbone_matrices(weights: Any) -> DrafterWeights:
+    """A tree like ``weights`` that marks what Muon updates; None elsewhere."""
+
+    def mark(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 else None, tree
+        )
+
+    unmarked = jax.tree.map(lambda _: None, weights)
+    return dataclasses.replace(unmarked, fc=mark(weights.fc), layers=mark(weights.layers))

@@ -46,7 +46,7 @@ class StepReport:
 def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The run's optimizer and its learning-rate schedule."""
     schedule = learning_rate_schedule(config.training.learning_rate, config.training.steps)
-    return drafter_optimizer(schedule), schedule
+    return drafter_optimizer(schedule, config.training.optimizer), schedule
 
 
 def initial_state(config: TrainConfig, drafter: DrafterConfig) -> TrainState:

@@ -105,7 +105,7 @@ def _loss_forward(chunk, hidden, ranked, w2, rows, head, target_head):
     ce, l1, of_x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
     total = jnp.sum(ce * rows.ce_weight) + jnp.sum(l1 * rows.l1_weight)
     of_hidden, of_ranked = jnp.split(of_x, [hidden.shape[1]], axis=1)
-    if w2 is None:
+    if w2 is None or of_w2 is None or ranked is None:
         return (total, (ce, l1)), (of_hidden, None, None)
     gradients = (of_hidden, of_ranked.astype(ranked.dtype), of_w2.astype(w2.dtype))
     return (total, (ce, l1)), gradients

@@ -1,11 +1,13 @@
 """The schedule and the update rule."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from train.optimizer import drafter_optimizer, learning_rate_schedule
+from train.initialize import initial_weights
+from train.optimizer import MUON_RMS, drafter_optimizer, learning_rate_schedule
 
 
 def test_four_percent_warm_up_then_cosine_to_zero():
@@ -29,3 +31,26 @@ def test_gradients_are_clipped_and_weights_do_not_decay():
     moments = optax.tree.get(state, "mu")
     np.testing.assert_allclose(moments["a"], [0.06, 0.08], rtol=1e-5)
     assert updates["b"] == 0
+
+
+def test_muon_moves_every_direction_of_a_backbone_matrix_alike_and_leaves_heads_to_adamw(
+    vanilla,
+):
+    weights = initial_weights(vanilla.config, jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(weights))))
+    gradient = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), weights)
+    first = {}
+    for name in ("adamw", "muon"):
+        optimizer = drafter_optimizer(optax.constant_schedule(1.0), name)
+        first[name] = optimizer.update(gradient, optimizer.init(weights), weights)[0]
+    for matrix in (first["muon"].fc, first["muon"].layers[0].kv):
+        spectrum = jnp.linalg.svd(matrix, compute_uv=False)
+        assert spectrum[-1] > 0.5 * spectrum[0]
+        size = jnp.sqrt(jnp.mean(matrix**2))
+        np.testing.assert_allclose(size, MUON_RMS, rtol=0.4)
+    spectrum = jnp.linalg.svd(first["adamw"].fc, compute_uv=False)
+    assert spectrum[-1] < 0.5 * spectrum[0]
+    for path in ("markov", "confidence"):
+        # Adam's first update is a sign of the gradient, whatever its size.
+        for leaf in jax.tree.leaves(getattr(first["muon"], path)):
+            assert jnp.all(jnp.abs(leaf) > MUON_RMS)
