@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -301,7 +300,7 @@ def print_reports(reports: Sequence[TemperatureReport]) -> None:
             "its own",
             "Brier",
             title=f"temperature {report.temperature:g}, test prompts, before → after STS",
-            box=SIMPLE,
+            box=None,
         )
         for one in report.positions:
             table.add_row(

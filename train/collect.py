@@ -50,6 +50,11 @@ class Collector:
                 f"no prompt of {', '.join(collect.prompts)} leaves room for "
                 f"{collect.max_new_tokens} tokens in a context of {collect.max_context}"
             )
+        if len(self.prompts) < 2:
+            raise ValueError(
+                f"{', '.join(collect.prompts)} hold one prompt of this size; a fit and its test "
+                "want one each at least"
+            )
         self._session = Generator(
             target,
             drafter,

@@ -1,4 +1,8 @@
-"""Reliability diagrams in the manner of the paper's figure 6; needs matplotlib."""
+"""Reliability diagrams in the manner of the paper's figure 6.
+
+The only module of the package that needs matplotlib (the train extra); nothing in ``dspark_jax``
+imports it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from dspark_jax.calibration.blocks import VerifiedBlocks, cumulative_survival
 from dspark_jax.calibration.metrics import BINS, reliability_bins
@@ -31,14 +37,7 @@ def draw_reliability(
     Under each panel the share of blocks in each bin; above it the ECE before and after and the
     AUROC. Positions without a label are left out, and so are bins of fewer than ``FEWEST`` blocks.
     Without ``temperatures`` there is no "after".
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
     """
-    # Drawing belongs to the train extra; everything else here works without it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drawn = [figures for figures in quality if figures.blocks]
     columns = min(COLUMNS, max(len(drawn), 1))
     rows = -(-len(drawn) // columns)

@@ -197,6 +197,13 @@ def test_prompts_without_room_are_left_out_and_said(pair, job, capsys):
         run_calibration(small(job, max_context=42), *pair)
 
 
+def test_one_prompt_is_told_to_be_too_few_before_it_is_answered(pair, job, tmp_path):
+    single = tmp_path / "single.jsonl"
+    single.write_text(json.dumps({"turns": ["w1"]}) + "\n")
+    with pytest.raises(ValueError, match=r"single\.jsonl hold one prompt"):
+        run_calibration(small(job, prompts=(str(single),)), *pair)
+
+
 @pytest.mark.parametrize("method", ["gradient", "online"])
 def test_recorded_files_can_be_fitted_by_every_method(job, recorded, tmp_path, method):
     refit = from_files(job, tmp_path, recorded[1] / "records-T1.jsonl")
