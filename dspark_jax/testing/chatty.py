@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,15 +55,13 @@ def chatty_pair(
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "user"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     text = Text(tokenizer, ChatTemplate(TEMPLATE, {}, "chatty"))
-    weights = MarkovTargetWeights(jnp.asarray(target, jnp.float32))
+    # The loaded pair is annotated with the model families that checkpoints hold.
+    target_config: Any = ChattyTargetConfig(size)
+    target_weights: Any = MarkovTargetWeights(jnp.asarray(target, jnp.float32))
+    drafter_config: Any = MarkovDrafterConfig(size, block_size)
+    confidence = jnp.asarray(np.asarray(temperatures)[:, None] * right, jnp.float32)
+    drafter_weights: Any = MarkovDrafterWeights(jnp.asarray(drafter, jnp.float32), confidence)
     return (
-        LoadedTarget(ChattyTargetConfig(size), weights, text, (STOP,), "chatty"),
-        LoadedDrafter(
-            MarkovDrafterConfig(size, block_size),
-            MarkovDrafterWeights(
-                jnp.asarray(drafter, jnp.float32),
-                jnp.asarray(np.asarray(temperatures)[:, None] * right, jnp.float32),
-            ),
-            "chatty-drafter",
-        ),
+        LoadedTarget(target_config, target_weights, text, (STOP,), "chatty"),
+        LoadedDrafter(drafter_config, drafter_weights, "chatty-drafter"),
     )
