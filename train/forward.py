@@ -129,14 +129,23 @@ def _draft_head(config: DrafterConfig, weights: DrafterWeights, head: Array) -> 
     return head if weights.lm_head is None else weights.lm_head
 
 
-def supervised_first(blocks: Blocks) -> Blocks:
-    """All blocks of a batch as those of one sequence, the ones with a supervised slot first.
+def supervised_first(blocks: Blocks, parts: int) -> Blocks:
+    """The blocks of a batch in ``parts`` rows of sequences, those with a supervised slot first.
 
     Short documents leave many dummies; gathered at the end they fill chunks that cost nothing.
+    Sequences that live on one device stay on it: blocks move within their part alone.
     """
-    idle = ~blocks.mask[..., 0].reshape(-1)
-    order = jnp.argsort(idle, stable=True)
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[order][None], blocks)
+
+    def gather(leaf: Array) -> Array:
+        return leaf.reshape(parts, -1, *leaf.shape[2:])
+
+    def reorder(leaf: Array) -> Array:
+        index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 2))
+        return jnp.take_along_axis(leaf, index, axis=1)
+
+    gathered = jax.tree.map(gather, blocks)
+    order = jnp.argsort(~gathered.mask[..., 0], axis=1, stable=True)
+    return jax.tree.map(reorder, gathered)
 
 
 def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int) -> PyTree:
@@ -180,7 +189,7 @@ def block_rows(
     Raises:
         ValueError: ``chunk`` does not divide the number of anchors; a pruned vocabulary.
     """
-    sequences, anchors, width = blocks.mask.shape
+    _, anchors, width = blocks.mask.shape
     if anchors % chunk:
         raise ValueError(f"anchor_chunk {chunk} does not divide the {anchors} anchors")
     matrix = _draft_head(config, weights, head)
@@ -188,7 +197,7 @@ def block_rows(
     weight = position_weights(blocks.mask, loss.decay)
 
     def flat(leaf: Array) -> Array:
-        return leaf.reshape(-1, *leaf.shape[3:])
+        return leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])
 
     rows = VocabularyRows(
         hidden=flat(blocks.hidden),
@@ -200,7 +209,7 @@ def block_rows(
         l1_weight=flat(loss.alpha_l1 * weight),
     )
     w2 = None if weights.markov is None else weights.markov.w2
-    total, (ce, l1) = vocabulary_loss(rows, matrix, w2, head, sequences * chunk * width)
+    total, (ce, l1) = vocabulary_loss(rows, matrix, w2, head, chunk * width)
     return Rows(
         ce=ce.reshape(blocks.mask.shape),
         l1=l1.reshape(blocks.mask.shape),
@@ -219,12 +228,14 @@ def drafter_terms(
     keep: Bool[Array, "B A"],
     loss: LossConfig,
     chunk: int,
+    parts: int = 1,
 ) -> Terms:
     """The objective and metrics of one batch; ``embed`` and ``head`` are the target's.
 
-    Logits of ``B * chunk`` blocks exist at one time.
+    Logits of ``B * chunk`` blocks exist at one time. ``parts`` is the number of devices that
+    share the batch.
     """
     blocks = draft_blocks(config, weights, embed, batch, anchors, keep)
-    blocks = supervised_first(blocks)
-    rows = block_rows(config, weights, head, blocks, loss, batch.tokens.shape[0] * chunk)
+    blocks = supervised_first(blocks, parts)
+    rows = block_rows(config, weights, head, blocks, loss, len(batch.tokens) // parts * chunk)
     return combine(rows, blocks.mask, loss)

@@ -95,7 +95,8 @@ def _cross_entropy_and_l1_forward(draft_logits: Array, target_logits: Array, tar
     target_norm = jax.nn.logsumexp(target, axis=-1)
     q = jnp.exp(draft - draft_norm[..., None])
     difference = q - jnp.exp(target - target_norm[..., None])
-    picked = jnp.take_along_axis(draft, target_ids[..., None], axis=-1)[..., 0]
+    # a sum, not a gather: the vocabulary may be spread over devices
+    picked = jnp.sum(jnp.where(_is_column(target_ids, draft), draft, 0.0), axis=-1)
     l1 = jnp.sum(jnp.abs(difference), axis=-1)
     mean_sign = jnp.sum(q * jnp.sign(difference), axis=-1)
     residuals = (draft_logits, target_logits, target_ids, draft_norm, target_norm, mean_sign)
@@ -107,10 +108,13 @@ def _cross_entropy_and_l1_backward(residuals: tuple, cotangents: tuple[Array, Ar
     of_ce, of_l1 = (cotangent[..., None] for cotangent in cotangents)
     q = jnp.exp(draft_logits.astype(jnp.float32) - draft_norm[..., None])
     p = jnp.exp(target_logits.astype(jnp.float32) - target_norm[..., None])
-    column = jax.lax.broadcasted_iota(jnp.int32, q.shape, q.ndim - 1)
-    is_target = column == target_ids[..., None]
+    is_target = _is_column(target_ids, q)
     gradient = of_ce * (q - is_target) + of_l1 * q * (jnp.sign(q - p) - mean_sign[..., None])
     return gradient.astype(draft_logits.dtype), jnp.zeros_like(target_logits), None
+
+
+def _is_column(ids: Int[Array, "..."], like: Float[Array, "... V"]) -> Bool[Array, "... V"]:
+    return jax.lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1) == ids[..., None]
 
 
 cross_entropy_and_l1.defvjp(_cross_entropy_and_l1_forward, _cross_entropy_and_l1_backward)

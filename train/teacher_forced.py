@@ -156,7 +156,7 @@ def _acceptance_sums(
     batch = Sequences(tokens=tokens, loss_mask=loss_mask, taps=taps, last_hidden=last_hidden)
     anchors, keep = sample_anchors(key, loss_mask, num_anchors)
     blocks = draft_blocks(config, weights, target_weights.embed, batch, anchors, keep)
-    blocks = supervised_first(blocks)
+    blocks = supervised_first(blocks, 1)
     head = target_weights.head
 
     def accept(part: Blocks) -> Float[Array, "1 a G"]:

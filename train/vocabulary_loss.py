@@ -13,25 +13,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.models.layers import linear
 from train.losses import cross_entropy_and_l1
 
 
 @flax.struct.dataclass
 class VocabularyRows:
-    """Draft rows in front of the vocabulary; N rows, hidden width D, Markov rank R.
+    """Draft rows in front of the vocabulary: P parts of N rows, hidden width D, Markov rank R.
 
-    ``ranked`` is what the sequential head's ``w2`` is applied to, None without such a head.
+    Parts live on different devices of a mesh (one part: one device). ``ranked`` is what the sequential head's ``w2`` is applied to, None without such a head.
     ``truth`` holds the target's final hidden states, ``ce_weight`` and ``l1_weight`` what one
     unit of each term adds to the objective. Rows that are not ``live`` stand last and add 0.
     """
 
-    hidden: Float[Array, "N D"]
-    ranked: Float[Array, "N R"] | None
-    truth: Float[Array, "N D"]
-    target_ids: Int[Array, "N"]
-    live: Bool[Array, "N"]
-    ce_weight: Float[Array, "N"]
-    l1_weight: Float[Array, "N"]
+    hidden: Float[Array, "P N D"]
+    ranked: Float[Array, "P N R"] | None
+    truth: Float[Array, "P N D"]
+    target_ids: Int[Array, "P N"]
+    live: Bool[Array, "P N"]
+    ce_weight: Float[Array, "P N"]
+    l1_weight: Float[Array, "P N"]
 
 
 def vocabulary_loss(
@@ -40,7 +41,7 @@ def vocabulary_loss(
     w2: Float[Array, "V R"] | None,
     target_head: Float[Array, "V D"],
     chunk: int,
-) -> tuple[Float[Array, ""], tuple[Float[Array, "N"], Float[Array, "N"]]]:
+) -> tuple[Float[Array, ""], tuple[Float[Array, "P N"], Float[Array, "P N"]]]:
     """The weighted sum of cross entropy and ``sum |p - q|``, and both by row.
 
     Gradients reach ``hidden``, ``ranked`` and ``w2`` through the sum alone. Products run in the
@@ -51,12 +52,12 @@ def vocabulary_loss(
         head: frozen matrix of the draft's base logits.
         w2: the sequential head's map from rank to vocabulary.
         target_head: matrix of the target's logits.
-        chunk: rows whose logits exist at one time.
+        chunk: rows of each part whose logits exist at one time.
 
     Raises:
         ValueError: ``chunk`` does not divide the number of rows.
     """
-    count = rows.hidden.shape[0]
+    count = rows.hidden.shape[1]
     if count % chunk:
         raise ValueError(f"a chunk of {chunk} rows does not divide {count} rows")
     frozen = jax.lax.stop_gradient((rows, head, target_head))
@@ -79,32 +80,41 @@ def _loss_forward(chunk, hidden, ranked, w2, rows, head, target_head):
     def live(of_w2: Array | None, part: VocabularyRows):
         x = part.hidden
         if part.ranked is not None:
-            x = jnp.concatenate([x, part.ranked.astype(dtype)], axis=1)
-        draft, target = _logits(x, columns), _logits(part.truth.astype(dtype), target_columns)
+            x = jnp.concatenate([x, part.ranked.astype(dtype)], axis=-1)
+        draft = linear(x, columns, jnp.float32)
+        target = linear(part.truth.astype(dtype), target_columns, jnp.float32)
         (ce, l1), pull = jax.vjp(
             lambda logits: cross_entropy_and_l1(logits, target, part.target_ids), draft
         )
         of_logits = pull((part.ce_weight, part.l1_weight))[0].astype(dtype)
         of_x = jnp.matmul(of_logits, columns, preferred_element_type=jnp.float32)
         if of_w2 is not None:
-            ranked_columns = x[:, hidden.shape[1] :]
-            of_w2 = of_w2 + jnp.matmul(
-                of_logits.T, ranked_columns, preferred_element_type=jnp.float32
+            of_w2 = of_w2 + jnp.einsum(
+                "pnv,pnr->vr",
+                of_logits,
+                x[..., hidden.shape[-1] :],
+                preferred_element_type=jnp.float32,
             )
         return of_w2, (ce, l1, of_x.astype(dtype))
 
     def idle(of_w2: Array | None, part: VocabularyRows):
-        nothing = jnp.zeros(chunk, jnp.float32)
-        return of_w2, (nothing, nothing, jnp.zeros((chunk, columns.shape[1]), dtype))
+        nothing = jnp.zeros(part.live.shape, jnp.float32)
+        return of_w2, (nothing, nothing, jnp.zeros((*part.live.shape, columns.shape[1]), dtype))
 
     def one_chunk(of_w2: Array | None, part: VocabularyRows):
         return jax.lax.cond(jnp.any(part.live), live, idle, of_w2, part)
 
-    parts = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk, *leaf.shape[1:]), rows)
-    of_w2, results = jax.lax.scan(one_chunk, start, parts)
-    ce, l1, of_x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
+    def split(leaf: Array) -> Array:
+        parts = leaf.reshape(leaf.shape[0], -1, chunk, *leaf.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    def join(leaf: Array) -> Array:
+        return jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], -1, *leaf.shape[3:])
+
+    of_w2, results = jax.lax.scan(one_chunk, start, jax.tree.map(split, rows))
+    ce, l1, of_x = jax.tree.map(join, results)
     total = jnp.sum(ce * rows.ce_weight) + jnp.sum(l1 * rows.l1_weight)
-    of_hidden, of_ranked = jnp.split(of_x, [hidden.shape[1]], axis=1)
+    of_hidden, of_ranked = jnp.split(of_x, [hidden.shape[-1]], axis=-1)
     if w2 is None or of_w2 is None or ranked is None:
         return (total, (ce, l1)), (of_hidden, None, None)
     gradients = (of_hidden, of_ranked.astype(ranked.dtype), of_w2.astype(w2.dtype))
@@ -119,8 +129,3 @@ def _loss_backward(chunk, gradients, cotangents):
 
 _loss.defvjp(_loss_forward, _loss_backward)
 
-
-def _logits(x: Float[Array, "n I"], columns: Float[Array, "V I"]) -> Float[Array, "n V"]:
-    return jax.lax.dot_general(
-        x, columns, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )

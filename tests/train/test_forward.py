@@ -147,7 +147,7 @@ def test_blocks_without_labels_cost_no_logits_and_change_nothing(vanilla):
     ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results)
 
-    blocks = supervised_first(blocks_of(many))
+    blocks = supervised_first(blocks_of(many), 1)
     assert blocks.mask[0, :, 0].tolist() == [True] * 2 + [False] * 10
     ones = map_anchors(lambda part: jnp.ones(part.mask.shape), blocks, 2)
     assert ones[0, :, 0].tolist() == [1.0] * 2 + [0.0] * 10
