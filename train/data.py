@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
@@ -117,20 +117,8 @@ class _PadToLength(grain.transforms.Map):
         return row
 
 
-class Documents(Protocol):
-    """Documents by index, each a dataclass of arrays with a leading axis of tokens."""
-
-    def __len__(self) -> int:
-        """Number of documents."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Document ``index``."""
-        ...
-
-
 def shuffled_batches(
-    dataset: Documents, *, batch_size: int, length: int, seed: int
+    dataset: grain.sources.RandomAccessDataSource, *, batch_size: int, length: int, seed: int
 ) -> grain.DatasetIterator:
     """Endless batches ``{"tokens", "loss_mask"}`` of ``[batch_size, length]``, a document a row.
 
