@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterLayer, DrafterWeights
-from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate, swiglu
+from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate
+from pallas_kernels.row_linear import linear_add, rms_linear
 
 ContextKV = tuple[tuple[Float[Array, "B N K E"], Float[Array, "B N K E"]], ...]
 
@@ -34,8 +35,10 @@ def context_rows(
 
     RoPE is computed for any position: ``max_position_embeddings`` is not a limit here.
     """
-    phases = _phases(config, position)
-    return tuple(_keys_values(config, layer, features, phases) for layer in weights.layers)
+    phases = phases_at(config, position)
+    return tuple(
+        _keys_values(config, layer, linear(features, layer.kv), phases) for layer in weights.layers
+    )
 
 
 def context_kv(
@@ -64,32 +67,35 @@ def block_hidden_from_context(
     """
     x = block_embeddings.astype(weights.fc.dtype)
     position = start[..., None] + jnp.arange(x.shape[2], dtype=start.dtype)
-    phases = _phases(config, position)
+    phases = phases_at(config, position)
     rows = context[0][0].shape[2]
     visible = _visible(config, start, rows)
     for layer, (keys, values) in zip(weights.layers, context, strict=True):
-        normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-        query = linear(normed, layer.q).reshape(*x.shape[:3], -1, config.head_dim)
+        query = rms_linear(x, layer.input_norm, layer.q, eps=config.rms_norm_eps)
+        query = query.reshape(*x.shape[:3], -1, config.head_dim)
         query = rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), *phases)
-        own = _keys_values(config, layer, normed, phases)
-        mixed = _attend(query, keys, values, *own, visible)
-        x = x + linear(mixed, layer.out)
-        normed = rms_norm(x, layer.post_norm, config.rms_norm_eps)
-        x = x + swiglu(normed, layer.gate_up, layer.down)
+        own = rms_linear(x, layer.input_norm, layer.kv, eps=config.rms_norm_eps)
+        own = _keys_values(config, layer, own, phases)
+        x = linear_add(_attend(query, keys, values, *own, visible), layer.out, x)
+        gated = rms_linear(x, layer.post_norm, layer.gate_up, eps=config.rms_norm_eps, gated=True)
+        x = linear_add(gated, layer.down, x)
     return rms_norm(x, weights.norm, config.rms_norm_eps)
 
 
-def _phases(config: DrafterConfig, position: Int[Array, "..."]) -> tuple[Array, Array]:
+def phases_at(
+    config: DrafterConfig, position: Int[Array, "..."]
+) -> tuple[Float[Array, "... E/2"], Float[Array, "... E/2"]]:
+    """Rotary phases of any position: ``max_position_embeddings`` is not a limit here."""
     return rope_phases(position, config.head_dim, config.rope_theta, config.rope_scaling)
 
 
 def _keys_values(
     config: DrafterConfig,
     layer: DrafterLayer,
-    features: Float[Array, "... D"],
+    both: Float[Array, "... 2NE"],
     phases: tuple[Array, Array],
 ) -> tuple[Float[Array, "... N E"], Float[Array, "... N E"]]:
-    both = linear(features, layer.kv)
+    """Keys (normed and rotated) and values from one product of both."""
     both = both.reshape(*both.shape[:-1], 2 * config.num_key_value_heads, config.head_dim)
     keys, values = jnp.split(both, 2, axis=-2)
     return rotate(rms_norm(keys, layer.k_norm, config.rms_norm_eps), *phases), values

@@ -9,12 +9,14 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.drafter.backbone import (
     block_hidden_from_context,
-    context_features,
-    context_rows,
+    phases_at,
 )
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.heads import start_state, vocabulary_logits, walk_position
 from dspark_jax.drafter.weights import ContextCache, DrafterWeights
+from dspark_jax.models.layers import linear
+from pallas_kernels.rope_write import rope_write
+from pallas_kernels.row_linear import rms_linear
 
 
 def init_context(config: DrafterConfig, slots: int, capacity: int, dtype: Any) -> ContextCache:
@@ -39,17 +41,27 @@ def commit_context(
 
     Rows whose slot or position lies outside the cache, on either side, write nothing.
     """
-    features = context_features(config, weights, taps)
-    rows = context_rows(config, weights, features, position)
+    projected = linear(taps.astype(weights.fc.dtype), weights.fc)
+    phases = phases_at(config, position)
+    written = [
+        rope_write(
+            rms_linear(projected, weights.hidden_norm, layer.kv, eps=config.rms_norm_eps),
+            *phases,
+            keys,
+            values,
+            slot,
+            position,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+            # A row that is masked out still meets a zero weight in attention, which does not
+            # hide a NaN: a broken request must not reach the next owner of its slot.
+            finite=True,
+        )
+        for layer, keys, values in zip(weights.layers, context.keys, context.values, strict=True)
+    ]
     return ContextCache(
-        keys=tuple(
-            _write(cache, keys, slot, position)
-            for cache, (keys, _) in zip(context.keys, rows, strict=True)
-        ),
-        values=tuple(
-            _write(cache, values, slot, position)
-            for cache, (_, values) in zip(context.values, rows, strict=True)
-        ),
+        keys=tuple(keys for _, keys, _ in written),
+        values=tuple(values for _, _, values in written),
     )
 
 
@@ -115,19 +127,3 @@ def to_target_ids(weights: DrafterWeights, draft_ids: Int[Array, "..."]) -> Int[
     if weights.draft_to_target is None:
         return draft_ids
     return jnp.take(weights.draft_to_target, draft_ids, axis=0)
-
-
-def _write(
-    cache: Float[Array, "S N K E"],
-    rows: Float[Array, "T N E"],
-    slot: Int[Array, "T"],
-    position: Int[Array, "T"],
-) -> Float[Array, "S N K E"]:
-    # A row that is masked out still meets a zero weight in attention, which does not hide a NaN:
-    # a broken request must not reach the next owner of its slot.
-    rows = jnp.nan_to_num(rows.astype(cache.dtype))
-    # Indexing the heads too keeps the written window the last axis alone: XLA would otherwise
-    # transpose, and so copy, the whole cache on some backends.
-    heads = jnp.arange(cache.shape[1], dtype=slot.dtype)
-    place = cache.at[slot[:, None], heads[None], position[:, None]]
-    return place.set(rows, mode="drop", wrap_negative_indices=False)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.config import DenseConfig
-from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate, swiglu
+from dspark_jax.models.layers import linear, rms_norm, rope_phases
 from dspark_jax.models.ragged import Packed
-from dspark_jax.models.weights import DenseCache, DenseLayer, DenseWeights
+from dspark_jax.models.weights import DenseCache, DenseWeights
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rope_write import rope_write
+from pallas_kernels.row_linear import linear_add, rms_linear
 
 
 def init_cache(config: DenseConfig, slots: int, capacity: int, dtype: Any) -> DenseCache:
@@ -64,18 +65,27 @@ def forward(
     outputs = {-1: hidden} if -1 in taps else {}
     keys, values = list(cache.keys), list(cache.values)
     for index, layer in enumerate(weights.layers):
-        normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        query, key, value = _project(config, layer, normed, phases)
-        keys[index] = _write_rows(keys[index], key, slot, packed.position)
-        values[index] = _write_rows(values[index], value, slot, packed.position)
+        query, keys[index], values[index] = rope_write(
+            rms_linear(hidden, layer.input_norm, layer.qkv, eps=config.rms_norm_eps),
+            *phases,
+            keys[index],
+            values[index],
+            slot,
+            packed.position,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+        )
         attended = packed.pack(
             paged_attention(
                 packed.unpack(query), keys[index], values[index], position, packed.slots
             )
         )
-        hidden = hidden + linear(attended.reshape(hidden.shape[0], -1), layer.out)
-        normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-        hidden = hidden + swiglu(normed, layer.gate_up, layer.down)
+        hidden = linear_add(attended.reshape(hidden.shape[0], -1), layer.out, hidden)
+        gated = rms_linear(
+            hidden, layer.post_norm, layer.gate_up, eps=config.rms_norm_eps, gated=True
+        )
+        hidden = linear_add(gated, layer.down, hidden)
         if index in taps:
             outputs[index] = hidden
     tapped = (
@@ -107,36 +117,3 @@ def output_embedding(weights: DenseWeights) -> Float[Array, "V D"]:
 def input_embedding(weights: DenseWeights) -> Float[Array, "V D"]:
     """The matrix a drafter borrows as its embedding."""
     return weights.embed
-
-
-def _project(
-    config: DenseConfig,
-    layer: DenseLayer,
-    normed: Float[Array, "T D"],
-    phases: tuple[Float[Array, "T E/2"], Float[Array, "T E/2"]],
-) -> tuple[Float[Array, "T H E"], Float[Array, "T N E"], Float[Array, "T N E"]]:
-    """Query, key and value heads of one layer, normed where the family does so, then rotated."""
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    fused = linear(normed, layer.qkv).reshape(normed.shape[0], heads + 2 * groups, config.head_dim)
-    query, key, value = jnp.split(fused, [heads, heads + groups], axis=1)
-    if layer.q_norm is not None:
-        query = rms_norm(query, layer.q_norm, config.rms_norm_eps)
-    if layer.k_norm is not None:
-        key = rms_norm(key, layer.k_norm, config.rms_norm_eps)
-    cos, sin = phases
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
-
-
-def _write_rows(
-    cache: Float[Array, "S N K E"],
-    rows: Float[Array, "T N E"],
-    slot: Int[Array, "T"],
-    position: Int[Array, "T"],
-) -> Float[Array, "S N K E"]:
-    """Put rows at their slot and position; a slot or position out of range writes nothing."""
-    written = cache.at[slot, :, position].set(
-        rows.astype(cache.dtype), mode="drop", wrap_negative_indices=False
-    )
-    # XLA would repeat the write of a single row inside each of its readers, and copy the cache
-    # so that it can
-    return jax.lax.optimization_barrier(written)

@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.config import RopeScaling
-from dspark_jax.models.one_row import lanes_of, row_product
+from pallas_kernels.rope_write.reference import rotate
+from pallas_kernels.row_linear.reference import linear, rms_norm
 
-
-def linear(
-    x: Float[Array, "... I"], weight: Float[Array, "O I"], out_dtype: DTypeLike | None = None
-) -> Float[Array, "... O"]:
-    """``x @ weight.T``, accumulated and returned in ``out_dtype`` (None: the dtype of ``x``).
-
-    A one-row bf16 product falls off XLA's fast path on CPUs: ``one_row`` has its own, and where
-    that does not pay a single row is computed as two.
-    """
-    lead = x.shape[:-1]
-    rows = x.reshape(-1, x.shape[-1])
-    dtype = x.dtype if out_dtype is None else out_dtype
-    single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    if single:
-        lanes = lanes_of(rows.shape[1])
-        if lanes is not None:
-            out = row_product(rows[0], weight, lanes).astype(dtype)
-            return out.reshape(*lead, weight.shape[0])
-        rows = jnp.concatenate([rows, rows])
-    out = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    if single:
-        out = out[:1]
-    return out.reshape(*lead, weight.shape[0])
-
-
-def rms_norm(
-    x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float
-) -> Float[Array, "... D"]:
-    """RMS norm in fp32, result in the dtype of ``x``."""
-    wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scaled.astype(x.dtype) * weight.astype(x.dtype)
+__all__ = ["linear", "rms_norm", "rope_phases", "rotate", "swiglu"]
 
 
 def rope_phases(
@@ -59,16 +28,6 @@ def rope_phases(
         frequency = frequency * ((1 - smooth) / scaling.factor + smooth)
     angle = position[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "... X E"], cos: Float[Array, "... E/2"], sin: Float[Array, "... E/2"]
-) -> Float[Array, "... X E"]:
-    """Apply RoPE to heads ``x``, halves split as Hugging Face does; phases lack the head axis."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 def swiglu(
