@@ -38,8 +38,9 @@ def row_product(
     row: Float[Array, "I"], weight: Float[Array, "O I"], lanes: int
 ) -> Float[Array, "O"]:
     """``weight @ row`` in fp32; ``lanes`` divides I."""
-    # else the row's own producers would run again for every output
-    wide = jax.lax.optimization_barrier(row.astype(jnp.float32))
+    # else the row's own producers would run again for every output; and a decode loop would widen
+    # its constant weights once and for all, in twice the memory
+    wide, weight = jax.lax.optimization_barrier((row.astype(jnp.float32), weight))
     terms = [
         weight[:, begin : begin + lanes].astype(jnp.float32) * wide[begin : begin + lanes]
         for begin in range(0, row.shape[0], lanes)

@@ -47,6 +47,16 @@ def test_the_weights_are_not_widened_in_memory():
     assert memory.temp_size_in_bytes < 2 * 512 * lanes_of(576) * 4
 
 
+def test_a_loop_does_not_widen_its_constant_weights_beforehand():
+    def decode(row, weight):
+        return jax.lax.fori_loop(0, 9, lambda _, row: linear(row, weight), row)
+
+    row = jax.ShapeDtypeStruct((1, 576), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((576, 576), jnp.bfloat16)
+    memory = jax.jit(decode).lower(row, weight).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 576 * lanes_of(576) * 4
+
+
 def test_gradients_and_vmap_pass_through():
     x, weight = operands(128)
     slope = jax.grad(lambda row: row_product(row, weight, 32).sum())(x[0].astype(jnp.float32))
