@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.losses import LossConfig
+from train.mesh import MeshSection
 from train.optimizer import Optimizer
 
 Dtype = Literal["bfloat16", "float32"]
@@ -84,6 +85,7 @@ class TrainConfig:
     drafter: DrafterSection
     training: TrainingSection
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range and a chunk that does not divide the anchors."""

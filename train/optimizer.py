@@ -9,8 +9,6 @@ from typing import Any, Literal
 import jax
 import optax
 
-from dspark_jax.drafter.weights import DrafterWeights
-
 Optimizer = Literal["adamw", "muon"]
 
 WARMUP_FRACTION = 0.04
@@ -44,7 +42,7 @@ def drafter_optimizer(
     return optax.chain(optax.clip_by_global_norm(CLIP_NORM), step)
 
 
-def _backbone_matrices(weights: Any) -> DrafterWeights:
+def _backbone_matrices(weights: Any) -> Any:
     """A tree like ``weights`` that marks what Muon updates; None elsewhere."""
 
     def mark(tree: Any) -> Any:

@@ -26,7 +26,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Advance]:
+def progress_bar(title: str, total: int, done: int = 0, *, shown: bool = True) -> Iterator[Advance]:
     """Show ``title`` with a bar of ``total`` steps, ``done`` of which were taken before."""
     columns = (
         TextColumn("{task.description}"),
@@ -37,7 +37,7 @@ def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Advance]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, speed_estimate_period=120) as progress:
+    with Progress(*columns, speed_estimate_period=120, disable=not shown) as progress:
         task = progress.add_task(title, total=total, completed=done, note="")
 
         def advance(steps: int = 0, note: str | None = None) -> None:

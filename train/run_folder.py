@@ -29,7 +29,8 @@ def versions() -> dict[str, str]:
 def open_run(folder: Path, config: Any, data: dict[str, Any], resume: bool) -> None:
     """Record a new run in ``folder``, or check that a resumed one is the same run.
 
-    ``config`` is the run's dataclass, ``data`` what identifies the data it reads.
+    ``config`` is the run's dataclass, ``data`` what identifies the data it reads. A run may move
+    to another mesh of devices.
 
     Raises:
         FileExistsError: a new run in a folder that holds one.
@@ -57,7 +58,9 @@ def open_run(folder: Path, config: Any, data: dict[str, Any], resume: bool) -> N
     before = flat(json.loads(path.read_text()))
     now = flat(json.loads(json.dumps(record)))
     for key in sorted({*before, *now}):
-        if key.startswith(("config.", "data.")) and before.get(key) != now.get(key):
+        if not key.startswith(("config.", "data.")) or key.startswith("config.mesh."):
+            continue
+        if before.get(key) != now.get(key):
             raise ValueError(
                 f"cannot resume {folder}: {key} was {before.get(key)!r} and is {now.get(key)!r}"
             )

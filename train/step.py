@@ -21,6 +21,7 @@ from train.features import target_features
 from train.forward import Sequences, cast_backbone, drafter_terms
 from train.initialize import initial_weights
 from train.losses import Terms
+from train.mesh import DATA, gathered, rules_of, training_mesh, weight_shardings
 from train.optimizer import drafter_optimizer, learning_rate_schedule
 
 
@@ -50,15 +51,26 @@ def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, opt
 
 
 def initial_state(config: TrainConfig, drafter: DrafterConfig) -> TrainState:
-    """The state before the first step, fixed by ``config.training.seed``."""
-    weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
-    weights: Any = initial_weights(drafter, weights_key)
-    return TrainState(
-        weights=weights,
-        optimizer=optimizer_of(config)[0].init(weights),
-        step=jnp.zeros((), jnp.int32),
-        key=jax.random.key_data(anchor_key),
-    )
+    """The state before the first step, fixed by ``config.training.seed``, on the run's mesh."""
+
+    def make() -> TrainState:
+        weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
+        weights: Any = initial_weights(drafter, weights_key)
+        return TrainState(
+            weights=weights,
+            optimizer=optimizer_of(config)[0].init(weights),
+            step=jnp.zeros((), jnp.int32),
+            key=jax.random.key_data(anchor_key),
+        )
+
+    shardings = state_shardings(config, drafter, jax.eval_shape(make))
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def state_shardings(config: TrainConfig, drafter: DrafterConfig, state: Any) -> Any:
+    """Where every array of a training state lives; moments lie beside their weights."""
+    mesh, rules = training_mesh(config.mesh), rules_of(config.mesh)
+    return weight_shardings(mesh, rules, state, drafter.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
@@ -78,6 +90,8 @@ def train_step(
     takes its layers.
     """
     optimizer, schedule = optimizer_of(config)
+    mesh, vocab_size = training_mesh(config.mesh), drafter.vocab_size
+    target_weights = gathered(mesh, target_weights, vocab_size)
     if cached is None:
         cached = target_features(target, target_weights, tokens, drafter.target_layer_ids)
     taps, last_hidden = (part.astype(target_weights.embed.dtype) for part in cached)
@@ -88,7 +102,7 @@ def train_step(
     def objective(weights: DrafterWeights) -> tuple[Array, Terms]:
         terms = drafter_terms(
             drafter,
-            cast_backbone(weights, jnp.dtype(config.training.dtype)),
+            gathered(mesh, cast_backbone(weights, jnp.dtype(config.training.dtype)), vocab_size),
             target_weights.embed,
             target_weights.head,
             batch,
@@ -96,6 +110,7 @@ def train_step(
             keep,
             config.loss,
             config.training.anchor_chunk,
+            mesh.shape[DATA],
         )
         return terms.loss, terms
 
@@ -115,4 +130,4 @@ def train_step(
         step=state.step + 1,
         key=state.key,
     )
-    return new, report
+    return jax.lax.with_sharding_constraint(new, state_shardings(config, drafter, new)), report

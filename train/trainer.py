@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grain
 import jax
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.drafter import save_drafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.models.config import DenseConfig
+from dspark_jax.models.weights import DenseWeights
 from train.cached_data import CachedDataset
 from train.checkpointing import Checkpoints
 from train.config import TrainConfig
 from train.data import TokenDataset, fit_to_length, join, shuffled_batches
 from train.feature_cache import FeatureCache
 from train.initialize import drafter_config
+from train.mesh import (
+    DATA,
+    batch_sharding,
+    place_batch,
+    rules_of,
+    training_mesh,
+    weight_shardings,
+    whole,
+)
 from train.metrics import MetricsLog
 from train.progress import Advance, progress_bar
 from train.run_folder import open_run
@@ -43,9 +57,11 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
         ValueError: data of another target, a drafter that does not fit, a changed run.
     """
     folder = Path(config.training.output)
+    mesh = _check_mesh(config)
     drafter = drafter_config(config.drafter, target)
     data = load_data(config, target.name, drafter)
-    open_run(folder, config, data.fingerprint, resume)
+    if leads():
+        open_run(folder, config, data.fingerprint, resume)
     batches = shuffled_batches(
         data,
         batch_size=config.training.batch_size,
@@ -58,23 +74,48 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
         state, position = checkpoints.restore(state)
         batches.set_state(position)
         done = int(state.step)
-    log = MetricsLog(folder, done)
+    placed = jax.device_put(
+        target.weights,
+        weight_shardings(mesh, rules_of(config.mesh), target.weights, target.config.vocab_size),
+    )
+    log = MetricsLog(folder, done) if leads() else None
     try:
-        state, done = _steps(config, drafter, target, state, done, batches, checkpoints, log)
+        state, done = _steps(
+            config, drafter, target.config, placed, state, done, batches, checkpoints, log
+        )
     finally:
-        log.close()
+        if log is not None:
+            log.close()
         checkpoints.close()
     if done < config.training.steps:
         return False
     dtype = jnp.dtype(config.training.dtype)
-    save_drafter(
-        drafter,
-        jax.tree.map(lambda leaf: leaf.astype(dtype), state.weights),
-        folder / DRAFTER,
-        (target.config, target.weights),
-        target_name=target.name,
-    )
+    weights = whole(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), state.weights))
+    if leads():
+        save_drafter(
+            drafter,
+            jax.device_get(weights),
+            folder / DRAFTER,
+            (target.config, target.weights),
+            target_name=target.name,
+        )
     return True
+
+
+def leads() -> bool:
+    """Whether this process writes what a run leaves behind; the others only compute."""
+    return jax.process_index() == 0
+
+
+def _check_mesh(config: TrainConfig) -> Mesh:
+    """The run's mesh, if the batch divides over it."""
+    mesh = training_mesh(config.mesh)
+    if config.training.batch_size % mesh.shape[DATA]:
+        raise ValueError(
+            f"training.batch_size {config.training.batch_size} does not divide over the "
+            f"{mesh.shape[DATA]} devices of the data axis"
+        )
+    return mesh
 
 
 def load_data(
@@ -104,61 +145,74 @@ def load_data(
 def _steps(
     config: TrainConfig,
     drafter: DrafterConfig,
-    target: LoadedTarget,
+    target: DenseConfig,
+    target_weights: DenseWeights,
     state: TrainState,
     done: int,
     batches: grain.DatasetIterator,
     checkpoints: Checkpoints,
-    log: MetricsLog,
+    log: MetricsLog | None,
 ) -> tuple[TrainState, int]:
     """Run the remaining steps; the device is read only when metrics are written."""
     settings = config.training
+    place = functools.partial(
+        place_batch, sharding=batch_sharding(training_mesh(config.mesh), rules_of(config.mesh))
+    )
     with (
         _termination() as terminated,
-        progress_bar("training", settings.steps, done) as advance,
+        progress_bar("training", settings.steps, done, shown=leads()) as advance,
     ):
-        while done < settings.steps and not terminated.is_set():
-            batch = next(batches)
+        stop = terminated(done)
+        while done < settings.steps and not stop:
+            batch = {name: place(array) for name, array in next(batches).items()}
+            cached = (batch["taps"], batch["last_hidden"]) if "taps" in batch else None
             state, report = train_step(
                 config,
                 drafter,
-                target.config,
+                target,
                 state,
-                target.weights,
-                jnp.asarray(batch["tokens"]),
-                jnp.asarray(batch["loss_mask"]),
-                (jnp.asarray(batch["taps"]), jnp.asarray(batch["last_hidden"]))
-                if "taps" in batch
-                else None,
+                target_weights,
+                batch["tokens"],
+                batch["loss_mask"],
+                cached,
             )
             # Written one step late: the device has the next step to work on meanwhile.
             if done % settings.log_every == 0:
                 _write(log, done, advance)
-            log.add(report)
+            if log is not None:
+                log.add(report)
             done += 1
             advance(1)
-            if done % settings.save_every == 0 or done == settings.steps or terminated.is_set():
+            stop = terminated(done)
+            if done % settings.save_every == 0 or done == settings.steps or stop:
                 _write(log, done, advance)
                 checkpoints.save(done, state, batches.get_state())
     return state, done
 
 
-def _write(log: MetricsLog, step: int, advance: Advance) -> None:
-    figures = log.flush(step)
+def _write(log: MetricsLog | None, step: int, advance: Advance) -> None:
+    figures = None if log is None else log.flush(step)
     if figures:
         tau = figures.get("tau_probabilistic", float("nan"))
         advance(note=f"loss {figures['loss']:.3f}  expected length {tau:.2f}")
 
 
 @contextmanager
-def _termination() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; only the main thread may listen to signals."""
+def _termination() -> Iterator[Callable[[int], bool]]:
+    """Whether SIGTERM has come, asked before each step.
+
+    Several processes agree on the step at which they all stop. Only the main thread may listen
+    to signals.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield lambda step: event.is_set()
         return
     before = signal.signal(signal.SIGTERM, lambda *_: event.set())
     try:
-        yield event
+        yield lambda step: event.is_set()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -21,9 +21,10 @@ from train.losses import cross_entropy_and_l1
 class VocabularyRows:
     """Draft rows in front of the vocabulary: P parts of N rows, hidden width D, Markov rank R.
 
-    Parts live on different devices of a mesh (one part: one device). ``ranked`` is what the sequential head's ``w2`` is applied to, None without such a head.
-    ``truth`` holds the target's final hidden states, ``ce_weight`` and ``l1_weight`` what one
-    unit of each term adds to the objective. Rows that are not ``live`` stand last and add 0.
+    Parts live on different devices of a mesh (one part: one device). ``ranked`` is what the
+    sequential head's ``w2`` is applied to, None without such a head. ``truth`` holds the target's
+    final hidden states, ``ce_weight`` and ``l1_weight`` what one unit of each term adds to the
+    objective. Rows that are not ``live`` stand last and add 0.
     """
 
     hidden: Float[Array, "P N D"]
@@ -128,4 +129,3 @@ def _loss_backward(chunk, gradients, cotangents):
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
-

@@ -18,6 +18,7 @@ def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -
         resume: continue the run in its output folder from the newest checkpoint.
     """
     # JAX and the training packages load only when a run begins.
+    import jax
     import jax.numpy as jnp
 
     from dspark_jax.checkpoints.resolve import load_target
@@ -25,6 +26,8 @@ def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -
     from train.trainer import DRAFTER, run_training
 
     settings = read_config(config, TrainConfig)
+    if settings.mesh.distributed:
+        jax.distributed.initialize()
     dtype = jnp.dtype(settings.target.dtype)
     # A cache stands in for the layers of a target that would not fit beside the drafter.
     target = load_target(settings.target.name, dtype, layers=settings.data.cache is None)
