@@ -13,6 +13,7 @@ from typing import Any, Literal
 from train.losses import LossConfig
 from train.mesh import MeshSection
 from train.optimizer import Optimizer
+from train.start import Trainable
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -61,10 +62,17 @@ class DrafterSection:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSection:
-    """The run. ``anchor_chunk`` anchors a sequence have logits at one time."""
+    """The run. ``anchor_chunk`` anchors a sequence have logits at one time.
+
+    ``start_from`` names a drafter (folder, shipped name or hub id) to begin with instead of new
+    weights. ``trainable`` "confidence_head" leaves all else of it as it is; one that has no such
+    head is given one.
+    """
 
     output: str
     steps: int
+    start_from: str | None = None
+    trainable: Trainable = "drafter"
     seed: int = 42
     optimizer: Optimizer = "adamw"
     learning_rate: float = 6e-4
@@ -102,6 +110,17 @@ class TrainConfig:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.training.seed < 0:
             raise ValueError(f"training.seed is {self.training.seed}; it must be at least 0")
+        if self.training.trainable == "confidence_head":
+            if self.training.start_from is None:
+                raise ValueError(
+                    'training.trainable is "confidence_head" and training.start_from is not set: '
+                    "name the drafter whose head is trained"
+                )
+            if not self.drafter.enable_confidence_head:
+                raise ValueError(
+                    'training.trainable is "confidence_head" and drafter.enable_confidence_head '
+                    "is false: there would be nothing to train"
+                )
         rate = self.training.learning_rate
         if not (math.isfinite(rate) and rate > 0):
             raise ValueError(f"training.learning_rate is {rate}; it must be above 0")

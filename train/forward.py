@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -193,8 +194,9 @@ def block_rows(
     if anchors % chunk:
         raise ValueError(f"anchor_chunk {chunk} does not divide the {anchors} anchors")
     matrix = _draft_head(config, weights, head)
-    ranked, confidence = rank_and_confidence(config, weights, blocks.hidden, blocks.previous)
-    weight = position_weights(blocks.mask, loss.decay)
+    ranked, confidence = rank_and_confidence(
+        config, weights, blocks.hidden, blocks.previous, detach=loss.detach_confidence
+    )
 
     def flat(leaf: Array) -> Array:
         return leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])
@@ -205,17 +207,12 @@ def block_rows(
         truth=flat(blocks.target_hidden),
         target_ids=flat(blocks.target_ids),
         live=flat(blocks.mask),
-        ce_weight=flat(loss.alpha_ce * weight),
-        l1_weight=flat(loss.alpha_l1 * weight),
+        weight=flat(position_weights(blocks.mask, loss.decay)),
     )
     w2 = None if weights.markov is None else weights.markov.w2
-    total, (ce, l1) = vocabulary_loss(rows, matrix, w2, head, chunk * width)
-    return Rows(
-        ce=ce.reshape(blocks.mask.shape),
-        l1=l1.reshape(blocks.mask.shape),
-        confidence_logits=confidence,
-        weighted=total,
-    )
+    total, figures = vocabulary_loss(rows, matrix, w2, head, loss, chunk * width)
+    by_block = jax.tree.map(lambda leaf: leaf.reshape(blocks.mask.shape), figures)
+    return dataclasses.replace(by_block, confidence_logits=confidence, weighted=total)
 
 
 def drafter_terms(

@@ -1,4 +1,4 @@
-"""DeepSpec's drafter objective, every term and metric as a numerator and a denominator."""
+"""The drafter's objective, every term and metric as a numerator and a denominator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from train.row_losses import cross_entropy_and_l1, kl_divergence, token_cross_entropy
+
 DENOMINATOR_FLOOR = 1e-6
+LK_DECAY = 3.0
+"""How fast LK-hybrid turns from KL to TV as acceptance grows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +21,24 @@ class LossConfig:
     """Weights of the objective (paper section 3, DeepSpec's defaults).
 
     Slot j of a block weighs ``exp(-j / decay)``. The L1 term is ``sum |p - q|``, twice the
-    total variation. ``alpha_confidence`` is ignored by a drafter without a confidence head.
+    total variation, KL is from the target to the draft. LK-hybrid (arXiv 2602.23881) is
+    ``l KL + (1 - l) TV`` with ``l = exp(-3 acceptance)`` taken as a constant. ``alpha_confidence``
+    is ignored by a drafter without a confidence head; ``detach_confidence`` keeps the gradient of
+    that head out of what it reads.
     """
 
     decay: float = 4.0
     alpha_ce: float = 0.1
     alpha_l1: float = 0.9
+    alpha_kl: float = 0.0
+    alpha_lk: float = 0.0
     alpha_confidence: float = 1.0
+    detach_confidence: bool = False
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether a term of the objective is made of the KL divergence."""
+        return self.alpha_kl > 0 or self.alpha_lk > 0
 
 
 @flax.struct.dataclass
@@ -55,69 +70,15 @@ class Rows:
     """What the objective needs to know of each draft row; no vocabulary axis is left.
 
     ``ce`` is the draft's cross entropy of the true token, ``l1`` is ``sum |p - q|``.
-    ``l1`` is None when there is no teacher. ``weighted`` is the sum of both under their weights
-    and alphas when that sum brings its own gradient; None: it is taken here.
+    ``l1`` is None when there is no teacher, ``kl`` when no term needs it. ``weighted`` is their
+    sum under weights and alphas when that sum brings its own gradient; None: it is taken here.
     """
 
     ce: Float[Array, "B A G"]
     l1: Float[Array, "B A G"] | None
-    confidence_logits: Float[Array, "B A G"] | None
+    kl: Float[Array, "B A G"] | None = None
+    confidence_logits: Float[Array, "B A G"] | None = None
     weighted: Float[Array, ""] | None = None
-
-
-def token_cross_entropy(
-    draft_logits: Float[Array, "... Vd"], target_ids: Int[Array, "..."]
-) -> Float[Array, "..."]:
-    """``-log q(target)`` of each row, in fp32."""
-    logits = draft_logits.astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, target_ids[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
-@jax.custom_vjp
-def cross_entropy_and_l1(
-    draft_logits: Float[Array, "... Vd"],
-    target_logits: Float[Array, "... Vd"],
-    target_ids: Int[Array, "..."],
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Cross entropy of the true token and ``sum |p - q|``, with no gradient to the teacher.
-
-    p and q are the fp32 softmax of target and draft logits. The gradient is written by hand so
-    that the backward pass needs the logits and three scalars a row, not p, q and their signs.
-    """
-    return _cross_entropy_and_l1_forward(draft_logits, target_logits, target_ids)[0]
-
-
-def _cross_entropy_and_l1_forward(draft_logits: Array, target_logits: Array, target_ids: Array):
-    draft = draft_logits.astype(jnp.float32)
-    target = target_logits.astype(jnp.float32)
-    draft_norm = jax.nn.logsumexp(draft, axis=-1)
-    target_norm = jax.nn.logsumexp(target, axis=-1)
-    q = jnp.exp(draft - draft_norm[..., None])
-    difference = q - jnp.exp(target - target_norm[..., None])
-    # a sum, not a gather: the vocabulary may be spread over devices
-    picked = jnp.sum(jnp.where(_is_column(target_ids, draft), draft, 0.0), axis=-1)
-    l1 = jnp.sum(jnp.abs(difference), axis=-1)
-    mean_sign = jnp.sum(q * jnp.sign(difference), axis=-1)
-    residuals = (draft_logits, target_logits, target_ids, draft_norm, target_norm, mean_sign)
-    return (draft_norm - picked, l1), residuals
-
-
-def _cross_entropy_and_l1_backward(residuals: tuple, cotangents: tuple[Array, Array]):
-    draft_logits, target_logits, target_ids, draft_norm, target_norm, mean_sign = residuals
-    of_ce, of_l1 = (cotangent[..., None] for cotangent in cotangents)
-    q = jnp.exp(draft_logits.astype(jnp.float32) - draft_norm[..., None])
-    p = jnp.exp(target_logits.astype(jnp.float32) - target_norm[..., None])
-    is_target = _is_column(target_ids, q)
-    gradient = of_ce * (q - is_target) + of_l1 * q * (jnp.sign(q - p) - mean_sign[..., None])
-    return gradient.astype(draft_logits.dtype), jnp.zeros_like(target_logits), None
-
-
-def _is_column(ids: Int[Array, "..."], like: Float[Array, "... V"]) -> Bool[Array, "... V"]:
-    return jax.lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1) == ids[..., None]
-
-
-cross_entropy_and_l1.defvjp(_cross_entropy_and_l1_forward, _cross_entropy_and_l1_backward)
 
 
 def position_weights(mask: Bool[Array, "B A G"], decay: float) -> Float[Array, "B A G"]:
@@ -126,40 +87,94 @@ def position_weights(mask: Bool[Array, "B A G"], decay: float) -> Float[Array, "
     return jnp.exp(-slots / decay) * mask
 
 
+def vocabulary_rows(
+    draft_logits: Float[Array, "B A G Vd"],
+    target_logits: Float[Array, "B A G Vd"],
+    target_ids: Int[Array, "B A G"],
+    config: LossConfig,
+) -> Rows:
+    """The figures of each row that ``config`` asks for, without confidence."""
+    ce, l1 = cross_entropy_and_l1(draft_logits, target_logits, target_ids)
+    kl = kl_divergence(draft_logits, target_logits) if config.needs_kl else None
+    return Rows(ce=ce, l1=l1, kl=kl)
+
+
+def row_objective(rows: Rows, config: LossConfig) -> Float[Array, "B A G"]:
+    """The vocabulary terms of each row under their alphas, position weights left out."""
+    objective = config.alpha_ce * rows.ce
+    if rows.l1 is None:
+        return objective
+    objective += config.alpha_l1 * rows.l1
+    if rows.kl is None:
+        return objective
+    return objective + config.alpha_kl * rows.kl + config.alpha_lk * _lk_hybrid(rows.l1, rows.kl)
+
+
+def _lk_hybrid(l1: Float[Array, "B A G"], kl: Float[Array, "B A G"]) -> Float[Array, "B A G"]:
+    distance = 0.5 * l1
+    blend = jnp.exp(-LK_DECAY * jax.lax.stop_gradient(1.0 - distance))
+    return blend * kl + (1.0 - blend) * distance
+
+
 def combine(rows: Rows, mask: Bool[Array, "B A G"], config: LossConfig) -> Terms:
     """The objective and its metrics from per-row figures (DeepSpec's normalisation).
 
     Every term is divided by the sum of position weights of the whole batch given here, so a
     batch cut into micro-batches weighs its micro-batches equally, whatever their token counts.
+
+    Raises:
+        ValueError: a term that needs a teacher has a weight, and there is none.
     """
     weights = position_weights(mask, config.decay)
     total = jnp.sum(weights)
-    blocks = jnp.sum(mask[..., 0], dtype=jnp.float32)
-    metrics = {"ce_loss": Ratio(jnp.sum(rows.ce * weights), total)}
-    vocabulary, confidence = config.alpha_ce * metrics["ce_loss"].numerator, jnp.zeros(())
-    if rows.l1 is not None:
+
+    def mean(values: Array) -> Ratio:
+        return Ratio(jnp.sum(values * weights), total)
+
+    metrics = {"ce_loss": mean(rows.ce)}
+    confidence = jnp.zeros(())
+    if rows.l1 is None:
+        _need_no_teacher(rows, config)
+    else:
         acceptance = jax.lax.stop_gradient(1.0 - 0.5 * rows.l1)
-        metrics["l1_loss"] = Ratio(jnp.sum(rows.l1 * weights), total)
-        vocabulary += config.alpha_l1 * metrics["l1_loss"].numerator
-        for slot in range(mask.shape[-1]):
-            metrics[f"accept_rate@{slot}"] = Ratio(
-                jnp.sum((acceptance * mask)[..., slot]),
-                jnp.sum(mask[..., slot], dtype=jnp.float32),
-            )
-        survival = jnp.cumprod(acceptance * mask, axis=-1)
-        metrics["tau_probabilistic"] = Ratio(blocks + jnp.sum(survival), blocks)
+        metrics |= {"l1_loss": mean(rows.l1)} | _acceptance_metrics(acceptance, mask)
+        if rows.kl is not None:
+            metrics |= {"kl_loss": mean(rows.kl), "lk_loss": mean(_lk_hybrid(rows.l1, rows.kl))}
         if rows.confidence_logits is not None:
             logits = rows.confidence_logits.astype(jnp.float32)
             metrics |= _confidence_metrics(logits, acceptance, weights)
             confidence = config.alpha_confidence * metrics["confidence_loss"].numerator
-    elif config.alpha_l1 or (config.alpha_confidence and rows.confidence_logits is not None):
-        raise ValueError(
-            f"alpha_l1 = {config.alpha_l1} and alpha_confidence = {config.alpha_confidence} need "
-            "target logits, and none were given: pass them or set both to 0"
-        )
-    if rows.weighted is not None:
-        vocabulary = rows.weighted
+    vocabulary = rows.weighted
+    if vocabulary is None:
+        vocabulary = jnp.sum(weights * row_objective(rows, config))
     return Terms(loss=(vocabulary + confidence) / (total + DENOMINATOR_FLOOR), metrics=metrics)
+
+
+def _need_no_teacher(rows: Rows, config: LossConfig) -> None:
+    alphas = {name: getattr(config, name) for name in ("alpha_l1", "alpha_kl", "alpha_lk")}
+    if rows.confidence_logits is not None:
+        alphas["alpha_confidence"] = config.alpha_confidence
+    if asking := [f"{name} = {value}" for name, value in alphas.items() if value]:
+        raise ValueError(
+            f"{' and '.join(asking)} need target logits, and none were given: pass them or set "
+            "these to 0"
+        )
+
+
+def _acceptance_metrics(
+    acceptance: Float[Array, "B A G"], mask: Bool[Array, "B A G"]
+) -> dict[str, Ratio]:
+    """Acceptance by slot, and the expected accepted length with the bonus token."""
+    metrics = {
+        f"accept_rate@{slot}": Ratio(
+            jnp.sum((acceptance * mask)[..., slot]),
+            jnp.sum(mask[..., slot], dtype=jnp.float32),
+        )
+        for slot in range(mask.shape[-1])
+    }
+    blocks = jnp.sum(mask[..., 0], dtype=jnp.float32)
+    survival = jnp.cumprod(acceptance * mask, axis=-1)
+    return metrics | {"tau_probabilistic": Ratio(blocks + jnp.sum(survival), blocks)}
 
 
 def _confidence_metrics(
@@ -196,7 +211,7 @@ def dspark_loss(
         ValueError: without target logits while a term that needs them has a weight.
     """
     if target_logits is None:
-        ce, l1 = token_cross_entropy(draft_logits, target_ids), None
+        rows = Rows(ce=token_cross_entropy(draft_logits, target_ids), l1=None)
     else:
-        ce, l1 = cross_entropy_and_l1(draft_logits, target_logits, target_ids)
-    return combine(Rows(ce=ce, l1=l1, confidence_logits=confidence_logits), mask, config)
+        rows = vocabulary_rows(draft_logits, target_logits, target_ids, config)
+    return combine(dataclasses.replace(rows, confidence_logits=confidence_logits), mask, config)

@@ -23,6 +23,7 @@ from train.initialize import initial_weights
 from train.losses import Terms
 from train.mesh import DATA, gathered, rules_of, training_mesh, weight_shardings
 from train.optimizer import drafter_optimizer, learning_rate_schedule
+from train.start import hold_still, with_confidence
 
 
 @flax.struct.dataclass
@@ -50,12 +51,19 @@ def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, opt
     return drafter_optimizer(schedule, config.training.optimizer), schedule
 
 
-def initial_state(config: TrainConfig, drafter: DrafterConfig) -> TrainState:
-    """The state before the first step, fixed by ``config.training.seed``, on the run's mesh."""
+def initial_state(
+    config: TrainConfig, drafter: DrafterConfig, existing: DrafterWeights | None = None
+) -> TrainState:
+    """The state before the first step, fixed by ``config.training.seed``, on the run's mesh.
 
-    def make() -> TrainState:
+    It begins with the weights ``existing``, if given; what they lack is new.
+    """
+
+    def make(existing: DrafterWeights | None) -> TrainState:
         weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
         weights: Any = initial_weights(drafter, weights_key)
+        if existing is not None:
+            weights = with_confidence(existing, weights)
         return TrainState(
             weights=weights,
             optimizer=optimizer_of(config)[0].init(weights),
@@ -63,8 +71,8 @@ def initial_state(config: TrainConfig, drafter: DrafterConfig) -> TrainState:
             key=jax.random.key_data(anchor_key),
         )
 
-    shardings = state_shardings(config, drafter, jax.eval_shape(make))
-    return jax.jit(make, out_shardings=shardings)()
+    shardings = state_shardings(config, drafter, jax.eval_shape(make, existing))
+    return jax.jit(make, out_shardings=shardings)(existing)
 
 
 def state_shardings(config: TrainConfig, drafter: DrafterConfig, state: Any) -> Any:
@@ -100,6 +108,7 @@ def train_step(
     anchors, keep = sample_anchors(key, loss_mask, config.training.num_anchors)
 
     def objective(weights: DrafterWeights) -> tuple[Array, Terms]:
+        weights = hold_still(weights, config.training.trainable)
         terms = drafter_terms(
             drafter,
             gathered(mesh, cast_backbone(weights, jnp.dtype(config.training.dtype)), vocab_size),

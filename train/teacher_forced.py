@@ -30,7 +30,7 @@ from train.forward import (
     map_anchors,
     supervised_first,
 )
-from train.losses import cross_entropy_and_l1
+from train.row_losses import cross_entropy_and_l1
 
 BATCH = 16
 CHUNK = 8

@@ -39,6 +39,7 @@ from train.metrics import MetricsLog
 from train.progress import Advance, progress_bar
 from train.run_folder import open_run
 from train.shards import read_dataset
+from train.start import existing_weights
 from train.step import TrainState, initial_state, train_step
 
 DRAFTER = "drafter"
@@ -60,6 +61,8 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
     mesh = _check_mesh(config)
     drafter = drafter_config(config.drafter, target)
     data = load_data(config, target.name, drafter)
+    source = config.training.start_from
+    existing = None if source is None else existing_weights(source, drafter, target)
     if leads():
         open_run(folder, config, data.fingerprint, resume)
     batches = shuffled_batches(
@@ -69,7 +72,7 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
         seed=config.training.seed,
     )
     checkpoints = Checkpoints(folder / "checkpoints")
-    state, done = initial_state(config, drafter), 0
+    state, done = initial_state(config, drafter, existing), 0
     if resume and checkpoints.latest is not None:
         state, position = checkpoints.restore(state)
         batches.set_state(position)

@@ -107,15 +107,20 @@ def rank_and_confidence(
     weights: DrafterWeights,
     hidden: Float[Array, "... G D"],
     previous: Int[Array, "... G"],
+    *,
+    detach: bool = False,
 ) -> tuple[Float[Array, "... G R"] | None, Float[Array, "... G"] | None]:
     """Teacher-forced walk short of the vocabulary: rank-space vectors and confidence logits.
 
     ``previous[..., j]`` is the true token before position j: the anchor, then its successors.
+    With ``detach`` no gradient of the confidence reaches what the head reads.
     """
     ranked, embedding = None, None
     if weights.markov is not None:
         embedding = markov_embedding(weights.markov, previous)
         ranked = rank_block(config, weights.markov, hidden, embedding)
+    if detach:
+        hidden, embedding = jax.lax.stop_gradient((hidden, embedding))
     return ranked, _confidence(config, weights, hidden, embedding)
 
 

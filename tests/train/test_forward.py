@@ -20,7 +20,7 @@ from train.forward import (
     supervised_first,
 )
 from train.initialize import initial_weights
-from train.losses import LossConfig, Rows, combine
+from train.losses import LossConfig, dspark_loss
 
 jitted_logits = jax.jit(block_logits, static_argnums=0)
 
@@ -85,6 +85,7 @@ def test_chunks_change_neither_loss_nor_gradient(vanilla):
 
 
 def test_gradients_formed_in_the_forward_pass_are_those_of_plain_differentiation(recorded):
+    loss = LossConfig(alpha_kl=0.3, alpha_lk=0.7)
     trained = recorded.weights.replace(embed=None, lm_head=None)
     head = recorded.weights.lm_head
 
@@ -100,17 +101,29 @@ def test_gradients_formed_in_the_forward_pass_are_those_of_plain_differentiation
         )
         logits, confidence = block_logits(recorded.config, weights, head, blocks)
         teacher = frozen_logits(blocks.target_hidden, head)
-        q, p = jax.nn.softmax(logits), jax.lax.stop_gradient(jax.nn.softmax(teacher))
-        picked = jnp.take_along_axis(jnp.log(q), blocks.target_ids[..., None], axis=-1)[..., 0]
-        l1 = jnp.abs(q - p).sum(-1)
-        rows = Rows(ce=-picked, l1=l1, confidence_logits=confidence)
-        return combine(rows, blocks.mask, LossConfig()).loss
+        return dspark_loss(logits, teacher, blocks.target_ids, confidence, blocks.mask, loss).loss
 
     def ours(weights):
-        return terms_of(recorded, weights, 2).loss
+        return terms_of(recorded, weights, 2, loss).loss
 
     expected, found = jax.jit(jax.grad(plain))(trained), jax.jit(jax.grad(ours))(trained)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), expected, found)
+
+
+def test_a_detached_confidence_head_moves_nothing_but_itself(vanilla):
+    """Held against a run without its loss: only the head's own gradient may differ."""
+    trained = vanilla.weights.replace(embed=None, lm_head=None)
+
+    def gradient(loss):
+        return jax.jit(jax.grad(lambda weights: terms_of(vanilla, weights, 2, loss).loss))(trained)
+
+    detached = gradient(LossConfig(detach_confidence=True))
+    silent = gradient(LossConfig(alpha_confidence=0.0))
+    attached = gradient(LossConfig())
+    assert jnp.any(detached.confidence.weight != 0)
+    without_head = [tree.replace(confidence=None) for tree in (detached, silent)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), *without_head)
+    assert not np.allclose(attached.fc, silent.fc, atol=1e-7)
 
 
 def test_whole_logits_are_never_held_when_chunked(vanilla):

@@ -10,10 +10,12 @@ from train.losses import (
     LossConfig,
     Rows,
     combine,
-    cross_entropy_and_l1,
     dspark_loss,
     position_weights,
+    row_objective,
+    vocabulary_rows,
 )
+from train.row_losses import cross_entropy_and_l1
 
 loss_of = jax.jit(dspark_loss, static_argnums=5)
 
@@ -63,6 +65,25 @@ def test_the_hand_written_gradient_is_that_of_the_plain_formula():
 
     np.testing.assert_allclose(ours(draft), plain(draft), rtol=1e-5)
     np.testing.assert_allclose(jax.grad(ours)(draft), jax.grad(plain)(draft), atol=1e-5)
+
+
+def test_kl_and_lk_hybrid_are_their_formulas_and_so_are_their_gradients():
+    draft, target, ids = rows_example()
+    config = LossConfig(alpha_ce=0.0, alpha_l1=0.0, alpha_kl=0.5, alpha_lk=2.0)
+
+    def plain(logits):
+        q, p = jax.nn.softmax(logits), jax.nn.softmax(target)
+        kl = jnp.sum(p * jnp.log(p / q), axis=-1)
+        tv = 1 - jnp.minimum(p, q).sum(-1)
+        blend = jnp.exp(-3 * jax.lax.stop_gradient(1 - tv))
+        return jnp.sum(0.5 * kl + 2.0 * (blend * kl + (1 - blend) * tv))
+
+    def ours(logits):
+        return jnp.sum(row_objective(vocabulary_rows(logits, target, ids, config), config))
+
+    np.testing.assert_allclose(ours(draft), plain(draft), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(ours)(draft), jax.grad(plain)(draft), atol=1e-5)
+    np.testing.assert_allclose(ours(target), 0.0, atol=1e-5)
 
 
 def test_no_gradient_reaches_the_teacher(vanilla):

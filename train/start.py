@@ -1,0 +1,57 @@
+"""Where a run begins: new weights, or those of a drafter that exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.checkpoints.drafter import load_drafter
+from dspark_jax.checkpoints.resolve import LoadedTarget
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.weights import DrafterWeights
+
+Trainable = Literal["drafter", "confidence_head"]
+
+ADDED = ("enable_confidence_head", "confidence_head_with_markov")
+"""What a drafter may lack that a run adds to it."""
+
+
+def existing_weights(source: str, drafter: DrafterConfig, target: LoadedTarget) -> DrafterWeights:
+    """fp32 weights of the drafter at ``source``; its confidence head is None when it has none.
+
+    Raises:
+        ValueError: it is not the drafter that the run describes.
+    """
+    loaded = load_drafter(
+        source,
+        (target.config, target.weights),
+        jnp.float32,
+        stop_token_ids=target.stop_token_ids,
+    )
+    found, wanted = dataclasses.asdict(loaded.config), dataclasses.asdict(drafter)
+    for name in wanted:
+        if found[name] == wanted[name] or (name in ADDED and loaded.weights.confidence is None):
+            continue
+        raise ValueError(
+            f"the drafter {source} has {name} = {found[name]!r}, the run describes "
+            f"{wanted[name]!r}: change the section [drafter], or start from another one"
+        )
+    return loaded.weights
+
+
+def with_confidence(weights: DrafterWeights, new: DrafterWeights) -> DrafterWeights:
+    """``weights`` with the confidence head of ``new`` where they lack one that ``new`` has."""
+    if weights.confidence is not None or new.confidence is None:
+        return weights
+    return dataclasses.replace(weights, confidence=new.confidence)
+
+
+def hold_still(weights: DrafterWeights, trainable: Trainable) -> DrafterWeights:
+    """``weights`` with gradients only where the run trains; own embedding and head never learn."""
+    still: Any = jax.lax.stop_gradient(weights)
+    if trainable == "confidence_head":
+        return dataclasses.replace(still, confidence=weights.confidence)
+    return dataclasses.replace(weights, embed=still.embed, lm_head=still.lm_head)
