@@ -24,12 +24,12 @@ def written(run, path, output, **mesh):
     """``run`` as a TOML file, with another output folder and mesh."""
     tables = dataclasses.asdict(run)
     tables["training"] |= {"output": str(output)}
-    tables["data"].pop("cache")
     tables["mesh"] |= mesh
     lines = []
     for name, table in tables.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+        set_ones = {key: value for key, value in table.items() if value is not None}
+        lines += [f"{key} = {json.dumps(value)}" for key, value in set_ones.items()]
     path.write_text("\n".join(lines))
     return path
 
