@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,18 +39,22 @@ from train.run_folder import open_run
 from train.shards import read_dataset
 from train.start import existing_weights
 from train.step import TrainState, initial_state, train_step
+from train.stopping import Stop
 
 DRAFTER = "drafter"
 
 
-def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = False) -> bool:
-    """Train until ``config.training.steps`` steps are done, or until SIGTERM.
+def run_training(
+    config: TrainConfig, target: LoadedTarget, *, resume: bool = False, stop: Stop | None = None
+) -> bool:
+    """Train until ``config.training.steps`` steps are done, or until SIGTERM or Ctrl-C.
 
     The folder ``config.training.output`` receives the run's record, metrics, checkpoints and,
     at the end, ``drafter/``: weights in the run's compute dtype, speculators' layout.
 
     Returns:
-        True when the run is finished; False when SIGTERM stopped it, after saving.
+        True when the run is finished; False when a signal stopped it, after saving. ``stop``
+        then knows which.
 
     Raises:
         ValueError: data of another target, a drafter that does not fit, a changed run.
@@ -84,7 +86,16 @@ def run_training(config: TrainConfig, target: LoadedTarget, *, resume: bool = Fa
     log = MetricsLog(folder, done) if leads() else None
     try:
         state, done = _steps(
-            config, drafter, target.config, placed, state, done, batches, checkpoints, log
+            config,
+            drafter,
+            target.config,
+            placed,
+            state,
+            done,
+            batches,
+            checkpoints,
+            log,
+            stop or Stop(),
         )
     finally:
         if log is not None:
@@ -155,6 +166,7 @@ def _steps(
     batches: grain.DatasetIterator,
     checkpoints: Checkpoints,
     log: MetricsLog | None,
+    stop: Stop,
 ) -> tuple[TrainState, int]:
     """Run the remaining steps; the device is read only when metrics are written."""
     settings = config.training
@@ -162,11 +174,11 @@ def _steps(
         place_batch, sharding=batch_sharding(training_mesh(config.mesh), rules_of(config.mesh))
     )
     with (
-        _termination() as terminated,
+        _stopping(stop) as stopped,
         progress_bar("training", settings.steps, done, shown=leads()) as advance,
     ):
-        stop = terminated(done)
-        while done < settings.steps and not stop:
+        ending = stopped(done)
+        while done < settings.steps and not ending:
             batch = {name: place(array) for name, array in next(batches).items()}
             cached = (batch["taps"], batch["last_hidden"]) if "taps" in batch else None
             state, report = train_step(
@@ -186,8 +198,8 @@ def _steps(
                 log.add(report)
             done += 1
             advance(1)
-            stop = terminated(done)
-            if done % settings.save_every == 0 or done == settings.steps or stop:
+            ending = stopped(done)
+            if done % settings.save_every == 0 or done == settings.steps or ending:
                 _write(log, done, advance)
                 checkpoints.save(done, state, batches.get_state())
     return state, done
@@ -201,21 +213,10 @@ def _write(log: MetricsLog | None, step: int, advance: Advance) -> None:
 
 
 @contextmanager
-def _termination() -> Iterator[Callable[[int], bool]]:
-    """Whether SIGTERM has come, asked before each step.
-
-    Several processes agree on the step at which they all stop. Only the main thread may listen
-    to signals.
-    """
+def _stopping(stop: Stop) -> Iterator[Callable[[int], bool]]:
+    """Whether the run is to end, asked after each step; several processes agree on the step."""
     if jax.process_count() > 1:
         yield multihost_utils.reached_preemption_sync_point
         return
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda step: event.is_set()
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield lambda step: event.is_set()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with stop:
+        yield lambda step: stop.pending

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import tyro
 
-STOPPED = 143
-
 
 def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -> int:
     """Train a drafter against a frozen target.
@@ -23,6 +21,7 @@ def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -
 
     from dspark_jax.checkpoints.resolve import load_target
     from train.config import TrainConfig, read_config
+    from train.stopping import Stop
     from train.trainer import DRAFTER, run_training
 
     settings = read_config(config, TrainConfig)
@@ -31,8 +30,9 @@ def train(config: Annotated[Path, tyro.conf.Positional], resume: bool = False) -
     dtype = jnp.dtype(settings.target.dtype)
     # A cache stands in for the layers of a target that would not fit beside the drafter.
     target = load_target(settings.target.name, dtype, layers=settings.data.cache is None)
-    if not run_training(settings, target, resume=resume):
+    stop = Stop()
+    if not run_training(settings, target, resume=resume, stop=stop):
         print(f"stopped after saving; continue with: dspark train {config} --resume")
-        return STOPPED
+        return stop.code
     print(f"drafter written to {Path(settings.training.output) / DRAFTER}")
     return 0

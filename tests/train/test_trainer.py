@@ -16,6 +16,7 @@ from train import trainer
 from train.checkpointing import Checkpoints
 from train.initialize import drafter_config
 from train.step import initial_state, train_step
+from train.stopping import Stop
 from train.trainer import run_training
 
 
@@ -27,13 +28,13 @@ def at(run, folder):
     return dataclasses.replace(run, training=dataclasses.replace(run.training, output=str(folder)))
 
 
-def stop_after(monkeypatch, steps):
-    """SIGTERM arrives while step number ``steps`` is being dispatched."""
+def stop_after(monkeypatch, steps, number=signal.SIGTERM):
+    """A signal arrives while step number ``steps`` is being dispatched."""
     real, count = trainer.train_step, iter(range(1, 1000))
 
     def step(*arguments):
         if next(count) == steps:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return real(*arguments)
 
     monkeypatch.setattr(trainer, "train_step", step)
@@ -68,6 +69,17 @@ def test_a_run_that_is_stopped_and_resumed_equals_an_unbroken_one(
         for run in (unbroken, broken)
     )
     assert first == second
+
+
+@pytest.mark.usefixtures("listening_to_ctrl_c")
+def test_ctrl_c_saves_and_ends_the_run(tiny_run, tiny_target, monkeypatch):
+    stop = Stop()
+    stop_after(monkeypatch, 2, signal.SIGINT)
+    assert not run_training(tiny_run, tiny_target, stop=stop)
+    assert stop.code == 130
+    saved = Checkpoints(Path(tiny_run.training.output) / "checkpoints")
+    assert saved.latest == 2
+    saved.close()
 
 
 def test_a_finished_run_leaves_a_drafter_that_loads_and_was_traced_once(tiny_run, tiny_target):
