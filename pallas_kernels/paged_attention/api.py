@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import choose
+from pallas_kernels.hopper import missing_hopper
 from pallas_kernels.paged_attention import mosaic_gpu, reference
 
 Implementation = Literal["xla", "mosaic"]
-
-_log = logging.getLogger(__name__)
 
 
 def paged_attention(
@@ -51,17 +49,14 @@ def paged_attention(
         NotImplementedError: ``"mosaic"`` was asked for and cannot run.
     """
     _check_shapes(query, keys, values, position, slots)
-    if implementation is None:
-        obstacle = _mosaic_obstacle(query, keys, values)
-        implementation = "mosaic" if obstacle is None else "xla"
-        _announce(implementation, obstacle)
-    elif implementation == "mosaic":
-        obstacle = _mosaic_obstacle(query, keys, values)
-        if obstacle is not None:
-            raise NotImplementedError(f'paged_attention cannot run as "mosaic": {obstacle}')
-    elif implementation != "xla":
-        raise ValueError(f'implementation is {implementation!r}, wanted "xla", "mosaic" or None')
-    run = {"xla": reference.paged_attention, "mosaic": mosaic_gpu.paged_attention}[implementation]
+    wanted = choose(
+        "paged_attention",
+        "mosaic",
+        implementation,
+        "mosaic",
+        lambda: missing_hopper() or mosaic_gpu.unsupported(query, keys, values),
+    )
+    run = {"xla": reference.paged_attention, "mosaic": mosaic_gpu.paged_attention}[wanted]
     return run(query, keys, values, position, slots)
 
 
@@ -94,17 +89,3 @@ def _check_shapes(
         )
     if slots is not None and slots.shape != (requests,):
         raise ValueError(f"slots have shape {slots.shape}, wanted {(requests,)}")
-
-
-def _mosaic_obstacle(query: jax.Array, keys: jax.Array, values: jax.Array) -> str | None:
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability != "9.0":
-        return f"the device is {device.device_kind}, wanted a Hopper GPU (compute capability 9.0)"
-    return mosaic_gpu.unsupported(query, keys, values)
-
-
-@functools.cache
-def _announce(implementation: str, obstacle: str | None) -> None:
-    reason = "" if obstacle is None else f", because {obstacle}"
-    _log.info("paged_attention runs as %s%s", implementation, reason)

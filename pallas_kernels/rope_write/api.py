@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import choose
 from pallas_kernels.hopper import missing_hopper
 from pallas_kernels.rope_write import pallas_triton, reference
 
@@ -16,8 +15,6 @@ Implementation = Literal["xla", "triton"]
 
 AUTOMATIC: Implementation = "xla"
 """What None takes where both can run: the kernel is compiled for Hopper, not timed on it yet."""
-
-_log = logging.getLogger(__name__)
 
 
 def rope_write(
@@ -66,17 +63,13 @@ def rope_write(
         NotImplementedError: ``"triton"`` was asked for and cannot run.
     """
     _check_shapes(fused, cos, sin, keys, values, slot, position)
-    if implementation not in (None, "xla", "triton"):
-        raise ValueError(f'implementation is {implementation!r}, wanted "xla", "triton" or None')
-    wanted = implementation or AUTOMATIC
-    obstacle = None
-    if wanted == "triton":
-        obstacle = missing_hopper() or pallas_triton.unsupported(fused, keys, values)
-    if implementation is None:
-        wanted = "xla" if obstacle else wanted
-        _announce(wanted, obstacle)
-    elif obstacle is not None:
-        raise NotImplementedError(f'rope_write cannot run as "triton": {obstacle}')
+    wanted = choose(
+        "rope_write",
+        "triton",
+        implementation,
+        AUTOMATIC,
+        lambda: missing_hopper() or pallas_triton.unsupported(fused, keys, values),
+    )
     run = {"xla": reference.rope_write, "triton": pallas_triton.rope_write}[wanted]
     return run(fused, cos, sin, keys, values, slot, position, q_norm, k_norm, eps, finite)
 
@@ -109,9 +102,3 @@ def _check_shapes(
     for name, index in (("slot", slot), ("position", position)):
         if index.shape != (rows,):
             raise ValueError(f"{name} has shape {index.shape}, wanted {(rows,)}")
-
-
-@functools.cache
-def _announce(implementation: str, obstacle: str | None) -> None:
-    reason = "" if obstacle is None else f", because {obstacle}"
-    _log.info("rope_write runs as %s%s", implementation, reason)

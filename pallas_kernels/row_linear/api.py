@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.choice import choose
 from pallas_kernels.hopper import missing_hopper
 from pallas_kernels.row_linear import pallas_triton, reference
 
@@ -16,8 +15,6 @@ Implementation = Literal["xla", "triton"]
 
 AUTOMATIC: Implementation = "xla"
 """What None takes where both can run: the kernel is compiled for Hopper, not timed on it yet."""
-
-_log = logging.getLogger(__name__)
 
 
 def rms_linear(
@@ -90,21 +87,11 @@ def _check_product(x: jax.Array, weight: jax.Array) -> None:
 def _runs_triton(
     name: str, implementation: Implementation | None, x: jax.Array, weight: jax.Array, gated: bool
 ) -> bool:
-    if implementation not in (None, "xla", "triton"):
-        raise ValueError(f'implementation is {implementation!r}, wanted "xla", "triton" or None')
-    wanted = implementation or AUTOMATIC
-    obstacle = None
-    if wanted == "triton":
-        obstacle = missing_hopper() or pallas_triton.unsupported(x, weight, gated)
-    if implementation is None:
-        wanted = "xla" if obstacle else wanted
-        _announce(name, wanted, obstacle)
-    elif obstacle is not None:
-        raise NotImplementedError(f'{name} cannot run as "triton": {obstacle}')
-    return wanted == "triton"
-
-
-@functools.cache
-def _announce(name: str, implementation: str, obstacle: str | None) -> None:
-    reason = "" if obstacle is None else f", because {obstacle}"
-    _log.info("%s runs as %s%s", name, implementation, reason)
+    chosen = choose(
+        name,
+        "triton",
+        implementation,
+        AUTOMATIC,
+        lambda: missing_hopper() or pallas_triton.unsupported(x, weight, gated),
+    )
+    return chosen == "triton"
