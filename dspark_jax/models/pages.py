@@ -1,0 +1,33 @@
+"""Where a request's rows lie: pages of one pool, found through a table inside the cache.
+
+A pool is one array of pages a layer, ``[N, ..., P, ...]`` with ``P`` rows a page. The table names,
+for every slot, the page of rows ``0..P-1``, of rows ``P..2P-1`` and so on. A contiguous cache is
+the special case of one page a slot.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def contiguous(slots: int, capacity: int, page_size: int) -> Int[Array, "S C"]:
+    """The table in which slot ``s`` owns its own run of pages, ``ceil(capacity / page_size)``."""
+    columns = -(-capacity // page_size)
+    return jnp.arange(slots * columns, dtype=jnp.int32).reshape(slots, columns)
+
+
+def locate(
+    table: Int[Array, "S C"], slot: Int[Array, "*B"], row: Int[Array, "*B"], page_size: int
+) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
+    """Page and offset of each ``row`` of each ``slot``.
+
+    The page is one that no pool has (the largest int32) where the slot is outside the table, the
+    row is negative or past the table's end, or the table holds a negative page there: scatter
+    with ``mode="drop"``, gather with ``mode="fill"``.
+    """
+    column = row // page_size
+    known = (slot >= 0) & (slot < table.shape[0]) & (row >= 0) & (column < table.shape[1])
+    page = table[jnp.where(known, slot, 0), jnp.where(known, column, 0)]
+    absent = jnp.iinfo(jnp.int32).max
+    return jnp.where(known & (page >= 0), page, absent), row % page_size
