@@ -1,0 +1,101 @@
+"""The public operation: checks operands, then runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.sparse_mla import reference
+from pallas_kernels.sparse_mla.selection import Selection
+
+Implementation = Literal["xla"]
+
+
+def sparse_mla(
+    query: Float[Array, "T H W"],
+    keys: Selection,
+    extra: Selection | None = None,
+    *,
+    sm_scale: float,
+    sinks: Float[Array, "H"] | None = None,
+    value_width: int = 512,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
+    """Softmax attention of packed tokens over listed rows of one or two latent caches.
+
+    All heads of a token share its keys, and the first V numbers of a key are its value (absorbed
+    MLA; DeepSeek-V3.2: W 576, V 512; DeepSeek-V4: W = V = 512). Tokens are independent of each
+    other: a ragged verify batch is its tokens in a row, with causality in their lists. ::
+
+        s_k = sm_scale q · key_k,   lse = log Σ_k e^{s_k}
+        out = Σ_k e^{s_k} value_k / (Σ_k e^{s_k} + e^{sink})
+
+    Scores, softmax and sums are fp32. A token whose lists name no row gets zeros and an ``lse``
+    of +inf. Rows that a token does not list are not read into its result, whatever they hold
+    (NaN included).
+
+    Args:
+        query: query rows, positions already encoded.
+        keys: rows of one cache that each token attends to.
+        extra: rows of another cache, in the same softmax: DeepSeek-V4 attends to a window
+            and to compressed rows.
+        sm_scale: factor of the scores, positive.
+        sinks: per head, the logit (natural, unscaled) of a key without a value; -inf has no
+            effect, +inf leaves zeros.
+        value_width: V.
+        implementation: ``"xla"`` or None.
+
+    Returns:
+        ``out`` in the dtype of ``query``, and ``lse`` in fp32: natural logarithm, without sinks.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, a number is out of its range, or
+            ``implementation`` is unknown.
+    """
+    selections = (keys,) if extra is None else (keys, extra)
+    _check(query, selections, sinks, sm_scale, value_width)
+    if implementation not in (None, "xla"):
+        raise ValueError(f'implementation is {implementation!r}, wanted "xla" or None')
+    return reference.sparse_mla(query, selections, sinks, sm_scale, value_width)
+
+
+def _check(
+    query: jax.Array,
+    selections: tuple[Selection, ...],
+    sinks: jax.Array | None,
+    sm_scale: float,
+    value_width: int,
+) -> None:
+    if query.ndim != 3:
+        raise ValueError(f"query has {query.ndim} axes, wanted [T, H, W]")
+    tokens, heads, width = query.shape
+    for name, selection in zip(("keys", "extra"), selections, strict=False):
+        _check_selection(name, selection, tokens, width, query.dtype)
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks have shape {sinks.shape}, wanted {(heads,)}")
+    if not sm_scale > 0:
+        raise ValueError(f"sm_scale is {sm_scale}, wanted a positive number")
+    if not 0 < value_width <= width:
+        raise ValueError(f"value_width is {value_width}, wanted 1 to {width}, the width of query")
+
+
+def _check_selection(name: str, selection: Selection, tokens: int, width: int, dtype) -> None:
+    pool, indices, lengths = selection.pool, selection.indices, selection.lengths
+    if pool.ndim != 3 or pool.shape[2] != width:
+        raise ValueError(f"{name}.pool has shape {pool.shape}, wanted [N, R, {width}]")
+    if pool.dtype != dtype:
+        raise ValueError(f"the dtype of {name}.pool is {pool.dtype}, wanted that of query, {dtype}")
+    rows = pool.shape[0] * pool.shape[1]
+    if not 0 < rows < 2**31:
+        raise ValueError(f"{name}.pool has {rows} rows, wanted 1 to 2^31 - 1: ids are int32")
+    if indices.ndim != 2 or indices.shape[0] != tokens:
+        raise ValueError(f"{name}.indices have shape {indices.shape}, wanted [{tokens}, K]")
+    if lengths is not None and lengths.shape != (tokens,):
+        raise ValueError(f"{name}.lengths have shape {lengths.shape}, wanted {(tokens,)}")
+    size = selection.page_size
+    if size is not None and not 0 < size <= pool.shape[1]:
+        raise ValueError(
+            f"{name}.page_size is {size}, wanted 1 to {pool.shape[1]}, the rows of a page"
+        )

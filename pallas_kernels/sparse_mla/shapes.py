@@ -1,0 +1,42 @@
+"""Named shapes of real models and batches, shared by tests and the benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One call.
+
+    Attributes:
+        tokens: T.
+        heads: H.
+        width: W.
+        keys: entries of the first list.
+        extra: entries of the second list, 0 for none.
+    """
+
+    tokens: int
+    heads: int
+    width: int
+    keys: int
+    extra: int = 0
+
+
+SHAPES = {
+    # DeepSeek-V3.2: the 2048 best of the raw tokens.
+    "v3.2, 8 tokens": Shape(8, 128, 576, 2048),
+    "v3.2, 64 tokens": Shape(64, 128, 576, 2048),
+    "v3.2, 256 tokens": Shape(256, 128, 576, 2048),
+    "v3.2, 1024 tokens": Shape(1024, 128, 576, 2048),
+    "v3.2, 1024 tokens, 64 heads": Shape(1024, 64, 576, 2048),
+    # DeepSeek-V4: a window of 128, and the 512 (Flash) or 1024 (Pro) best compressed rows.
+    "v4-flash, 8 tokens": Shape(8, 64, 512, 128, 512),
+    "v4-flash, 64 tokens": Shape(64, 64, 512, 128, 512),
+    "v4-flash, 256 tokens": Shape(256, 64, 512, 128, 512),
+    "v4-flash, 1024 tokens": Shape(1024, 64, 512, 128, 512),
+    "v4-pro, 1024 tokens": Shape(1024, 128, 512, 128, 1024),
+    # Its layers with the window alone.
+    "v4-flash window, 256 tokens": Shape(256, 64, 512, 128),
+}

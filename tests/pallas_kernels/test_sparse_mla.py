@@ -1,0 +1,279 @@
+"""Sparse MLA: one suite over every implementation, and legality of the kernel on Hopper."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.sparse_mla import Selection, sparse_mla
+
+Attend = Callable[..., tuple[jax.Array, jax.Array]]
+ROUNDING = 5e-3
+HEADS, WIDTH, VALUE_WIDTH = 64, 512, 512
+SM_SCALE = WIDTH**-0.5
+JUNK = (2**31 - 1, -(2**31), 10**6)
+
+
+@pytest.fixture(params=["xla"])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    return jax.jit(
+        functools.partial(sparse_mla, sm_scale=SM_SCALE, implementation=request.param),
+    )
+
+
+def queries(tokens: int, width: int = WIDTH, seed: int = 0) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    # Scores of variance 4: some keys matter more than others.
+    return jnp.asarray(rng.standard_normal((tokens, HEADS, width), np.float32) * 2, jnp.bfloat16)
+
+
+def selection(lists, lengths=None, *, pages=12, page=24, width=WIDTH, seed=1) -> Selection:
+    """Random pages, with NaN in every row that no entry within its length names."""
+    lists = np.asarray(lists, np.int64)
+    pool = np.random.default_rng(seed).standard_normal((pages * page, width), np.float32)
+    counted = np.full(len(lists), lists.shape[1]) if lengths is None else np.asarray(lengths)
+    named = np.concatenate([ids[: max(n, 0)] for ids, n in zip(lists, counted, strict=True)])
+    named = named[(named >= 0) & (named < len(pool))]
+    pool[np.setdiff1d(np.arange(len(pool)), named)] = np.nan
+    return Selection(
+        jnp.asarray(pool.reshape(pages, page, width), jnp.bfloat16),
+        jnp.asarray(lists, jnp.int32),
+        None if lengths is None else jnp.asarray(lengths, jnp.int32),
+    )
+
+
+def lists(tokens: int, keys: int, seed: int = 2, rows: int = 288) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, rows, (tokens, keys))
+
+
+def by_hand(query, *selections, sinks=None, sm_scale=SM_SCALE, value_width=VALUE_WIDTH):
+    """Each token by itself, in NumPy at double precision."""
+    query = np.asarray(query, np.float64)
+    sinks = np.full(query.shape[1], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    out = np.zeros((*query.shape[:2], value_width))
+    lse = np.full(query.shape[:2], np.inf)
+    for t in range(len(query)):
+        keys = []
+        for chosen in selections:
+            pool = np.asarray(chosen.pool, np.float64)
+            size = chosen.page_size or pool.shape[1]
+            count = len(chosen.indices[t]) if chosen.lengths is None else int(chosen.lengths[t])
+            for row in np.asarray(chosen.indices[t])[: max(count, 0)]:
+                if 0 <= row < pool.shape[0] * size:
+                    keys.append(pool[row // size, row % size])
+        if not keys:
+            continue
+        keys = np.stack(keys)
+        scores = query[t] @ keys.T * sm_scale
+        top = scores.max(axis=1)
+        weights = np.exp(scores - top[:, None])
+        lse[t] = top + np.log(weights.sum(axis=1))
+        with np.errstate(over="ignore"):
+            total = weights.sum(axis=1) + np.exp(sinks - top)
+        out[t] = weights @ keys[:, :value_width] / total[:, None]
+    return out, lse
+
+
+def assert_close(got, want) -> None:
+    """Output and lse agree to bf16 rounding of weights; infinities are where they should be."""
+    (out, lse), (want_out, want_lse) = got, want
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+    for t in range(len(out)):  # a token at a time: a small one must not hide behind a large one
+        size = np.linalg.norm(want_out[t])
+        assert np.linalg.norm(out[t] - want_out[t]) <= ROUNDING * size, f"token {t}"
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_is_softmax_attention_at_any_size():
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((70, 3, 24)).astype(np.float32)  # more tokens than go at once
+    pool = rng.standard_normal((5, 4, 24)).astype(np.float32)
+    chosen = Selection(jnp.asarray(pool), jnp.asarray(rng.integers(-1, 20, (70, 7)), jnp.int32))
+    sinks = rng.standard_normal(3).astype(np.float32)
+    got = jax.jit(functools.partial(sparse_mla, sm_scale=0.3, value_width=16))(
+        query, chosen, sinks=sinks
+    )
+    want = by_hand(query, chosen, sinks=sinks, sm_scale=0.3, value_width=16)
+    assert got[0].shape == (70, 3, 16)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("width", [512, 576])
+@pytest.mark.parametrize("keys", [1, 64, 130])
+def test_tokens_attend_to_the_rows_they_list(attend, width, keys):
+    case = queries(2, width), selection(lists(2, keys), width=width)
+    assert_close(attend(*case), by_hand(*case))
+
+
+def test_entries_below_zero_name_no_row_wherever_they_stand(attend):
+    ids = lists(3, 200)
+    ids[0, :130] = -1  # nothing in the first tiles
+    ids[1, 70:] = -1
+    ids[2, ::2] = -1
+    case = queries(3), selection(ids)
+    assert_close(attend(*case), by_hand(*case))
+
+
+def test_a_token_without_rows_gets_zeros_and_an_infinite_lse(attend):
+    ids = lists(4, 140)
+    ids[1] = -1
+    case = queries(4), selection(ids, [140, 140, 0, 3])
+    sinks = jnp.zeros(HEADS).at[0].set(jnp.inf).at[1].set(-jnp.inf)
+    for given in ({}, {"sinks": sinks}):
+        out, lse = attend(*case, **given)
+        assert not np.asarray(out[1:3], np.float32).any()
+        assert np.isposinf(lse[1:3]).all()
+        assert_close((out, lse), by_hand(*case, **given))
+
+
+def test_entries_past_the_length_are_ignored(attend):
+    ids = lists(5, 200)
+    lengths = [0, 1, 64, 129, 200]
+    for t, length in enumerate(lengths):
+        ids[t, length:] = np.resize((*JUNK, 7), 200 - length)
+    case = queries(5), selection(ids, lengths)
+    assert_close(attend(*case), by_hand(*case))
+
+
+def test_lengths_out_of_range_are_taken_as_the_nearest_one(attend):
+    query, chosen = queries(2), selection(lists(2, 70), [-5, 90])
+    want = by_hand(query, dataclasses.replace(chosen, lengths=jnp.asarray([0, 70])))
+    assert_close(attend(query, chosen), want)
+
+
+def test_ids_past_the_pool_name_no_row(attend):
+    ids = lists(2, 70)
+    ids[0, 3], ids[1, :2] = 288, JUNK[:2]
+    case = queries(2), selection(ids)
+    assert_close(attend(*case), by_hand(*case))
+
+
+def test_a_row_listed_twice_counts_twice(attend):
+    case = queries(1), selection(np.tile(lists(1, 3), 30))
+    assert_close(attend(*case), by_hand(*case))
+
+
+def test_sinks_take_weight_and_leave_the_lse_alone(attend):
+    case = queries(2), selection(lists(2, 70))
+    sinks = np.random.default_rng(3).standard_normal(HEADS).astype(np.float32) * 3
+    sinks[0], sinks[1], sinks[2], sinks[3] = np.inf, -np.inf, 200, -200
+    out, lse = attend(*case, sinks=jnp.asarray(sinks))
+    assert_close((out, lse), by_hand(*case, sinks=sinks))
+    plain, plain_lse = attend(*case)
+    assert not np.asarray(out[:, 0], np.float32).any()
+    np.testing.assert_array_equal(out[:, 1], plain[:, 1])
+    np.testing.assert_array_equal(lse, plain_lse)
+
+
+def test_two_selections_share_one_softmax(attend):
+    ids = lists(4, 100)
+    window = selection(ids, [100, 0, 65, 30], pages=12, seed=4)
+    compressed = selection(lists(4, 140, 5, 60), [140, 70, 0, 129], pages=20, page=3, seed=6)
+    query = queries(4)
+    sinks = jnp.linspace(-2, 2, HEADS)
+    got = attend(query, window, compressed, sinks=sinks)
+    assert_close(got, by_hand(query, window, compressed, sinks=sinks))
+
+
+def test_a_ragged_batch_equals_its_requests_run_alone(attend):
+    # Three requests with verify windows of 1, 5 and 3 tokens, and padding between them.
+    ids = lists(11, 150)
+    lengths = np.array([31, 0, 140, 141, 142, 143, 144, 0, 1, 2, 150])
+    chosen, query = selection(ids, lengths), queries(11)
+    out, lse = attend(query, chosen)
+    for tokens in (slice(0, 1), slice(2, 7), slice(8, 11)):
+        alone = dataclasses.replace(
+            chosen, indices=chosen.indices[tokens], lengths=jnp.asarray(lengths[tokens])
+        )
+        assert_close((out[tokens], lse[tokens]), by_hand(query[tokens], alone))
+        got = attend(query[tokens], alone)
+        np.testing.assert_allclose(
+            np.asarray(got[0], np.float32), np.asarray(out[tokens], np.float32), atol=1e-2
+        )
+
+
+def test_results_do_not_depend_on_the_place_in_the_batch_and_repeat_bitwise(attend):
+    query, chosen = queries(6), selection(lists(6, 150), [150, 0, 3, 140, 64, 65])
+    order = np.array([4, 2, 0, 5, 1, 3])
+    moved = dataclasses.replace(
+        chosen, indices=chosen.indices[order], lengths=jnp.asarray(chosen.lengths)[order]
+    )
+    first = attend(query, chosen)
+    for mine, again, shuffled in zip(
+        first, attend(query, chosen), attend(query[order], moved), strict=True
+    ):
+        np.testing.assert_array_equal(mine, again)
+        np.testing.assert_array_equal(np.asarray(mine)[order], shuffled)
+
+
+def test_padded_pages_are_stepped_over(attend):
+    ids = lists(2, 70, rows=12 * 20)
+    dense = selection(ids, page=20)
+    padding = ((0, 0), (0, 4), (0, 0))
+    padded = Selection(
+        jnp.pad(dense.pool, padding, constant_values=jnp.nan), dense.indices, page_size=20
+    )
+    query = queries(2)
+    for mine, theirs in zip(attend(query, padded), attend(query, dense), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_large_scores_do_not_overflow(attend):
+    query, chosen = queries(2), selection(lists(2, 140))
+    case = query * 40, dataclasses.replace(chosen, pool=chosen.pool * 10)
+    assert_close(attend(*case), by_hand(*case))
+
+
+def test_a_token_with_nan_leaves_the_others_alone(attend):
+    query, chosen = queries(3), selection(lists(3, 70))
+    want = by_hand(query, chosen)
+    out, lse = attend(query.at[1].set(jnp.nan), chosen)
+    assert np.isnan(np.asarray(out[1], np.float32)).all()
+    keep = np.array([0, 2])
+    assert_close((out[keep], lse[keep]), (want[0][keep], want[1][keep]))
+
+
+def test_an_empty_list_is_a_list():
+    got = sparse_mla(queries(2), selection(np.zeros((2, 0))), sm_scale=1.0, implementation="xla")
+    assert not np.asarray(got[0], np.float32).any()
+    assert np.isposinf(got[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"query": queries(1)[0]}, "query has 2 axes"),
+        ({"pool": jnp.zeros((2, 3, 500), jnp.bfloat16)}, r"keys.pool has shape \(2, 3, 500\)"),
+        ({"pool": jnp.zeros((6, WIDTH), jnp.bfloat16)}, r"wanted \[N, R, 512\]"),
+        ({"pool": jnp.zeros((2, 3, WIDTH))}, "dtype of keys.pool is float32, wanted that of query"),
+        ({"pool": jnp.zeros((0, 3, WIDTH), jnp.bfloat16)}, "keys.pool has 0 rows"),
+        ({"indices": jnp.zeros((2, 4), jnp.int32)}, r"keys.indices have shape \(2, 4\)"),
+        ({"lengths": jnp.zeros(3, jnp.int32)}, r"keys.lengths have shape \(3,\)"),
+        ({"page_size": 4}, "keys.page_size is 4, wanted 1 to 3"),
+        ({"sinks": jnp.zeros(3)}, r"sinks have shape \(3,\), wanted \(64,\)"),
+        ({"sm_scale": -1.0}, "sm_scale is -1.0"),
+        ({"value_width": 600}, "value_width is 600, wanted 1 to 512"),
+        ({"implementation": "triton"}, "implementation is 'triton'"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, says):
+    fields = {"pool": jnp.zeros((2, 3, WIDTH), jnp.bfloat16), "indices": jnp.zeros((1, 4), int)}
+    fields |= {"lengths": None, "page_size": None}
+    given = {"query": queries(1), "sm_scale": SM_SCALE} | change
+    fields |= {name: given.pop(name) for name in tuple(given) if name in fields}
+    with pytest.raises(ValueError, match=says):
+        sparse_mla(given.pop("query"), Selection(**fields), **given)
+
+
+def test_the_second_selection_is_checked_by_its_own_name():
+    keys = selection(lists(1, 4))
+    extra = dataclasses.replace(keys, pool=keys.pool[..., :500])
+    with pytest.raises(ValueError, match=r"extra.pool has shape"):
+        sparse_mla(queries(1), keys, extra, sm_scale=SM_SCALE)
