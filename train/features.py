@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.layers import linear, rms_norm, rope_phases, rotate, swiglu
 from dspark_jax.models.weights import DenseLayer, DenseWeights
+from train.fused_attention import attention
 
 
 def target_features(
@@ -55,13 +55,5 @@ def _attention(
         query = rms_norm(query, layer.q_norm, config.rms_norm_eps)
     if layer.k_norm is not None:
         key = rms_norm(key, layer.k_norm, config.rms_norm_eps)
-    # cuDNN's kernel never holds the scores; it takes 16-bit inputs only.
-    fused_kernel = jax.default_backend() == "gpu" and normed.dtype == jnp.bfloat16
-    mixed = jax.nn.dot_product_attention(
-        rotate(query, *phases),
-        rotate(key, *phases),
-        value,
-        is_causal=True,
-        implementation="cudnn" if fused_kernel else "xla",
-    )
+    mixed = attention(rotate(query, *phases), rotate(key, *phases), value, is_causal=True)
     return mixed.reshape(*normed.shape[:2], -1)

@@ -20,6 +20,7 @@ from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.dspark import embed_tokens
 from dspark_jax.drafter.heads import rank_and_confidence, walk_block
 from dspark_jax.drafter.weights import DrafterWeights
+from train.block_attention import attend_in_groups
 from train.losses import LossConfig, Rows, Terms, combine, position_weights
 from train.vocabulary_loss import VocabularyRows, vocabulary_loss
 
@@ -91,7 +92,12 @@ def draft_blocks(
         jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, length)),
     )
     hidden = block_hidden_from_context(
-        config, weights, embed_tokens(weights, embed, block_tokens), context, anchors
+        config,
+        weights,
+        embed_tokens(weights, embed, block_tokens),
+        context,
+        anchors,
+        attend=attend_in_groups,
     )
     return Blocks(
         hidden=hidden,

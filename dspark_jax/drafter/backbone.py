@@ -5,6 +5,8 @@ The same functions serve training, with A blocks per sequence, and decoding, wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -58,13 +60,16 @@ def block_hidden_from_context(
     block_embeddings: Float[Array, "B A G D"],
     context: ContextKV,
     start: Int[Array, "B A"],
+    attend: Callable[..., Array] | None = None,
 ) -> Float[Array, "B A G D"]:
     """Final-normed hidden states of A blocks per sequence.
 
     Block a of sequence b sits at positions ``start[b, a] ..`` and sees the sequence's context
     rows before ``start[b, a]`` and all of itself, in both directions; never another block.
     A configured sliding window leaves only the last ``sliding_window`` of those context rows.
+    ``attend`` computes the attention of one layer; training brings one for many blocks.
     """
+    attend = attend or _attend
     x = block_embeddings.astype(weights.fc.dtype)
     position = start[..., None] + jnp.arange(x.shape[2], dtype=start.dtype)
     phases = phases_at(config, position)
@@ -76,7 +81,7 @@ def block_hidden_from_context(
         query = rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), *phases)
         own = rms_linear(x, layer.input_norm, layer.kv, eps=config.rms_norm_eps)
         own = _keys_values(config, layer, own, phases)
-        x = linear_add(_attend(query, keys, values, *own, visible), layer.out, x)
+        x = linear_add(attend(query, keys, values, *own, visible), layer.out, x)
         gated = rms_linear(x, layer.post_norm, layer.gate_up, eps=config.rms_norm_eps, gated=True)
         x = linear_add(gated, layer.down, x)
     return rms_norm(x, weights.norm, config.rms_norm_eps)
