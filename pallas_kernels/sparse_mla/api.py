@@ -1,4 +1,4 @@
-"""The public operation: checks operands, then runs."""
+"""The public operation: checks operands, picks an implementation, says once what it picked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.sparse_mla import reference
+from pallas_kernels.choice import choose
+from pallas_kernels.hopper import missing_hopper
+from pallas_kernels.sparse_mla import mosaic_gpu, reference
 from pallas_kernels.sparse_mla.selection import Selection
 
-Implementation = Literal["xla"]
+Implementation = Literal["xla", "mosaic"]
 
 
 def sparse_mla(
@@ -45,7 +47,9 @@ def sparse_mla(
         sinks: per head, the logit (natural, unscaled) of a key without a value; -inf has no
             effect, +inf leaves zeros.
         value_width: V.
-        implementation: ``"xla"`` or None.
+        implementation: ``"xla"`` runs anywhere; ``"mosaic"`` needs a Hopper GPU, bf16, W of 512
+            or 576, V of 512 and H a multiple of 64. None takes mosaic where it can run and
+            xla elsewhere. Neither is meant to be differentiated.
 
     Returns:
         ``out`` in the dtype of ``query``, and ``lse`` in fp32: natural logarithm, without sinks.
@@ -53,12 +57,19 @@ def sparse_mla(
     Raises:
         ValueError: shapes or dtypes disagree, a number is out of its range, or
             ``implementation`` is unknown.
+        NotImplementedError: ``"mosaic"`` was asked for and cannot run.
     """
     selections = (keys,) if extra is None else (keys, extra)
     _check(query, selections, sinks, sm_scale, value_width)
-    if implementation not in (None, "xla"):
-        raise ValueError(f'implementation is {implementation!r}, wanted "xla" or None')
-    return reference.sparse_mla(query, selections, sinks, sm_scale, value_width)
+    wanted = choose(
+        "sparse_mla",
+        "mosaic",
+        implementation,
+        "mosaic",
+        lambda: missing_hopper() or mosaic_gpu.unsupported(query, selections, value_width),
+    )
+    run = {"xla": reference.sparse_mla, "mosaic": mosaic_gpu.sparse_mla}[wanted]
+    return run(query, selections, sinks, sm_scale, value_width)
 
 
 def _check(

@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from pallas_kernels.sparse_mla import Selection, sparse_mla
+from pallas_kernels.sparse_mla import Selection, mosaic_gpu, sparse_mla
+from pallas_kernels.sparse_mla.shapes import SHAPES, Shape
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 ROUNDING = 5e-3
@@ -18,11 +21,32 @@ SM_SCALE = WIDTH**-0.5
 JUNK = (2**31 - 1, -(2**31), 10**6)
 
 
-@pytest.fixture(params=["xla"])
+@pytest.fixture(params=["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
 def attend(request: pytest.FixtureRequest) -> Attend:
     return jax.jit(
         functools.partial(sparse_mla, sm_scale=SM_SCALE, implementation=request.param),
     )
+
+
+@pytest.fixture
+def interpreted() -> Iterator[Attend]:
+    """The Mosaic kernel on the CPU, checked for races, with other tiles than on a GPU."""
+
+    def attend(query, *selections, sinks, splits):
+        result = mosaic_gpu.sparse_mla(
+            query,
+            selections,
+            sinks,
+            SM_SCALE,
+            splits=splits,
+            interpret=InterpretGPUParams(detect_races=True),
+        )
+        jax.block_until_ready(result)
+        assert not interpret_pallas_call.get_races().races_found
+        return result
+
+    yield attend
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
 def queries(tokens: int, width: int = WIDTH, seed: int = 0) -> jax.Array:
@@ -238,6 +262,128 @@ def test_a_token_with_nan_leaves_the_others_alone(attend):
     assert np.isnan(np.asarray(out[1], np.float32)).all()
     keep = np.array([0, 2])
     assert_close((out[keep], lse[keep]), (want[0][keep], want[1][keep]))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("width", "splits"), [(512, 1), (576, 2)])
+def test_the_kernel_pairs_tiles_of_two_ragged_lists(interpreted, width, splits):
+    # Tokens of four tiles and none, of none at all, and of two tiles and two.
+    ids = lists(3, 200)
+    ids[0, :70] = -1
+    ids[2, 66:] = JUNK[0]
+    ids[2, 3] = -1
+    window = selection(ids, [200, 0, 66], width=width)
+    other = selection(lists(3, 70, 5, 60), [0, 0, 70], pages=20, page=3, width=width, seed=6)
+    query = queries(3, width)
+    sinks = jnp.linspace(-2, 2, HEADS).at[0].set(jnp.inf).at[1].set(-jnp.inf)
+    got = interpreted(query, window, other, sinks=sinks, splits=splits)
+    assert_close(got, by_hand(query, window, other, sinks=sinks))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [2, 3, 16])
+def test_splitting_the_keys_changes_nothing(splits):
+    ids = lists(4, 700)
+    ids[1, :300] = -1
+    window = selection(ids, [700, 700, 0, 1])
+    other = selection(lists(4, 140, 5, 60), [140, 0, 0, 65], pages=20, page=3, seed=6)
+    query, sinks = queries(4), jnp.linspace(-2, 2, HEADS).at[0].set(jnp.inf)
+    got = mosaic_gpu.sparse_mla(query, (window, other), sinks, SM_SCALE, splits=splits)
+    assert_close(got, by_hand(query, window, other, sinks=sinks))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_shapes_agree_with_the_reference_and_repeat_bitwise(name):
+    shape = SHAPES[name]
+    query, selections, sinks = random_operands(shape)
+    got = mosaic_gpu.sparse_mla(query, selections, sinks, SM_SCALE)
+    again = mosaic_gpu.sparse_mla(query, selections, sinks, SM_SCALE)
+    want = sparse_mla(query, *selections, sinks=sinks, sm_scale=SM_SCALE, implementation="xla")
+    for mine, same, theirs in zip(got, again, want, strict=True):
+        np.testing.assert_array_equal(mine, same)
+        mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+        finite = np.isfinite(theirs)
+        np.testing.assert_array_equal(np.isfinite(mine), finite)
+        error = np.linalg.norm(mine[finite] - theirs[finite]) / np.linalg.norm(theirs[finite])
+        assert error < ROUNDING
+
+
+@pytest.mark.gpu
+def test_rows_past_four_gigabytes_are_found():
+    pages = 2**32 // (64 * WIDTH * 2) + 1
+    pool = jnp.zeros((pages, 64, WIDTH), jnp.bfloat16)
+    row = jnp.linspace(-1, 1, WIDTH, dtype=jnp.bfloat16)
+    pool = pool.at[-1, -1].set(row)
+    chosen = Selection(pool, jnp.full((1, 1), pages * 64 - 1, jnp.int32))
+    out, _ = sparse_mla(queries(1), chosen, sm_scale=SM_SCALE, implementation="mosaic")
+    np.testing.assert_array_equal(out[0, 5], row)
+
+
+def random_operands(shape: Shape) -> tuple[jax.Array, tuple[Selection, ...], jax.Array]:
+    """Lists of random lengths, the first token's full and the second's empty."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    query = jax.random.normal(next(keys), (shape.tokens, shape.heads, shape.width), jnp.bfloat16)
+    selections = []
+    for entries in filter(None, (shape.keys, shape.extra)):
+        pool = jax.random.normal(next(keys), (300, 64, shape.width), jnp.bfloat16)
+        ids = jax.random.randint(next(keys), (shape.tokens, entries), -500, 300 * 64)
+        lengths = jax.random.randint(next(keys), (shape.tokens,), 0, entries + 1)
+        lengths = lengths.at[:2].set(jnp.asarray([entries, 0]))
+        selections.append(Selection(pool, ids, lengths))
+    return query * 2, tuple(selections), jnp.linspace(-2, 2, shape.heads)
+
+
+@pytest.mark.parametrize(
+    "name", ["v3.2, 1024 tokens, 64 heads", "v4-pro, 1024 tokens", "v4-flash, 8 tokens"]
+)
+def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
+    shape = SHAPES[name]
+    query = jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.width), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((1024, 64, shape.width), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32)
+    selections = tuple(
+        Selection(pool, jax.ShapeDtypeStruct((shape.tokens, entries), jnp.int32), lengths)
+        for entries in (shape.keys, shape.extra)
+        if entries
+    )
+    assert mosaic_gpu.unsupported(query, selections, VALUE_WIDTH) is None
+    sinks = jax.ShapeDtypeStruct((shape.heads,), jnp.float32)
+    run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=SM_SCALE)
+    assert "mosaic_gpu" in lowered_for_hopper(run, query, selections, sinks)
+
+
+def test_only_small_launches_split_the_keys():
+    assert mosaic_gpu.split_count(blocks=8, tiles=10) == 5
+    assert mosaic_gpu.split_count(blocks=64, tiles=10) == 2
+    assert mosaic_gpu.split_count(blocks=128, tiles=32) == 1
+    assert mosaic_gpu.split_count(blocks=1, tiles=0) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": jnp.float32}, "the dtype of query is float32, wanted bfloat16"),
+        ({"tokens": 0}, "query has 0 tokens"),
+        ({"heads": 16}, "H is 16, wanted a multiple of 64"),
+        ({"width": 448}, "W is 448, wanted one of"),
+        ({"value_width": 448}, "value_width is 448, wanted 512"),
+    ],
+)
+def test_the_kernel_says_what_it_does_not_support(change, says):
+    sizes = {"dtype": jnp.bfloat16, "tokens": 1, "heads": 64, "width": 576, "value_width": 512}
+    sizes |= change
+    shape = (sizes["tokens"], sizes["heads"], sizes["width"])
+    query = jax.ShapeDtypeStruct(shape, sizes["dtype"])
+    assert says in (mosaic_gpu.unsupported(query, (), sizes["value_width"]) or "")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
+def test_mosaic_without_a_gpu_raises_and_the_default_falls_back():
+    case = queries(1), selection(lists(1, 3))
+    with pytest.raises(NotImplementedError, match="wanted a Hopper GPU"):
+        sparse_mla(*case, sm_scale=SM_SCALE, implementation="mosaic")
+    assert_close(sparse_mla(*case, sm_scale=SM_SCALE), by_hand(*case))
 
 
 def test_an_empty_list_is_a_list():
