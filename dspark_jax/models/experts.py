@@ -1,0 +1,131 @@
+"""Mixture of experts: which experts a token is sent to, and what they compute.
+
+Tokens are sorted by expert and run in blocks of rows of one expert. XLA expands
+``jax.lax.ragged_dot`` on CPUs, and by default on GPUs, to all rows times all experts; here a
+matrix is read once for each block of its tokens, and memory grows with the tokens alone.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.models.layers import linear
+
+LARGEST_BLOCK = 128
+
+
+@flax.struct.dataclass
+class Experts:
+    """X SwiGLU experts of width F; ``gate_up`` rows hold the gate half, then the up half."""
+
+    gate_up: Float[Array, "X 2F D"]
+    down: Float[Array, "X D F"]
+
+
+def choose_experts(
+    scores: Float[Array, "T X"],
+    bias: Float[Array, "X"],
+    count: int,
+    *,
+    groups: int = 1,
+    kept_groups: int = 1,
+) -> Int[Array, "T c"]:
+    """The ``count`` experts of largest ``scores + bias`` for each token, best first.
+
+    With ``groups`` only the ``kept_groups`` groups of neighbouring experts take part whose two
+    best experts have the largest sum (DeepSeek-V3 report, section 2.1.2: node-limited routing).
+    """
+    biased = scores + bias
+    if groups > 1:
+        grouped = biased.reshape(biased.shape[0], groups, -1)
+        merit = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        kept = jax.lax.top_k(merit, kept_groups)[1]
+        inside = (kept[:, :, None] == jnp.arange(groups)).any(axis=1)
+        biased = jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
+    return jax.lax.top_k(biased, count)[1].astype(jnp.int32)
+
+
+def weigh_experts(
+    scores: Float[Array, "T X"], ids: Int[Array, "T c"], scale: float
+) -> Float[Array, "T c"]:
+    """Scores of the chosen experts, without any bias, normalised to sum to ``scale``."""
+    chosen = jnp.take_along_axis(scores, ids, axis=-1)
+    return chosen / (chosen.sum(axis=-1, keepdims=True) + 1e-20) * scale
+
+
+def expert(
+    x: Float[Array, "T D"],
+    gate_up: Float[Array, "2F D"],
+    down: Float[Array, "D F"],
+    limit: float | None = None,
+) -> Float[Array, "T D"]:
+    """One SwiGLU expert, joined in fp32; ``limit`` caps the gate above and up on both sides."""
+    gate, up = jnp.split(linear(x, gate_up).astype(jnp.float32), 2, axis=-1)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return linear((jax.nn.silu(gate) * up).astype(x.dtype), down)
+
+
+def routed_experts(
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T c"],
+    weights: Float[Array, "T c"],
+    experts: Experts,
+    *,
+    limit: float | None = None,
+) -> Float[Array, "T D"]:
+    """The weighted sum of each token's experts, accumulated in fp32, in the dtype of ``x``.
+
+    Args:
+        x: token rows.
+        ids: experts of each token, distinct; one outside ``0..X-1`` adds nothing (padding).
+        weights: fp32 weight of each of them.
+        experts: matrices of all experts.
+        limit: as in ``expert``.
+    """
+    tokens, each = ids.shape
+    number = experts.gate_up.shape[0]
+    pairs = tokens * each
+    size = _block_size(tokens, pairs, number)
+    most = min(pairs, (pairs + (size - 1) * min(number, pairs)) // size)
+
+    flat = jnp.where((ids >= 0) & (ids < number), ids, number).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    rows_of = jnp.zeros(number, jnp.int32).at[flat].add(1, mode="drop")
+    row_end = jnp.cumsum(rows_of)
+    blocks_of = -(-rows_of // size)
+    block_end = jnp.cumsum(blocks_of)
+    block = jnp.arange(most, dtype=jnp.int32)
+    owner = jnp.searchsorted(block_end, block, side="right").astype(jnp.int32)
+    used = owner < number
+    owner = jnp.minimum(owner, number - 1)
+    first = (row_end - rows_of)[owner] + (block - (block_end - blocks_of)[owner]) * size
+    row = first[:, None] + jnp.arange(size, dtype=jnp.int32)
+    real = used[:, None] & (row < row_end[owner][:, None])
+    pair = order[jnp.where(real, row, 0)]
+    token = jnp.where(real, pair // each, tokens)
+    weight = jnp.where(real, weights.reshape(-1)[pair], 0)
+
+    def add(total: Array, block: tuple[Array, ...]) -> tuple[Array, None]:
+        owner, used, token, weight = block
+
+        def run(total: Array) -> Array:
+            rows = jnp.take(x, token, axis=0, mode="fill", fill_value=0)
+            out = expert(rows, experts.gate_up[owner], experts.down[owner], limit)
+            return total.at[token].add(weight[:, None] * out, mode="drop")
+
+        return jax.lax.cond(used, run, lambda total: total, total), None
+
+    # a gradient recomputes a block instead of keeping the matrices of every block
+    add = jax.checkpoint(add, prevent_cse=False)
+    total = jnp.zeros(x.shape, jnp.float32)
+    return jax.lax.scan(add, total, (owner, used, token, weight))[0].astype(x.dtype)
+
+
+def _block_size(tokens: int, pairs: int, number: int) -> int:
+    """Rows a block: four times an expert's fair share, so that most need one block."""
+    most = min(LARGEST_BLOCK, tokens, -(-4 * pairs // number))
+    return 1 << (most - 1).bit_length()
