@@ -92,6 +92,7 @@ def main(
                         data,
                         temperature=float(data.manifest["temperature"]),
                         length=base.data.sequence_length,
+                        num_anchors=min(64, base.data.sequence_length - 1),
                     )
                 )
                 for folder, data in documents.items()
