@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.choice import choose
@@ -47,9 +48,9 @@ def sparse_mla(
         sinks: per head, the logit (natural, unscaled) of a key without a value; -inf has no
             effect, +inf leaves zeros.
         value_width: V.
-        implementation: ``"xla"`` runs anywhere; ``"mosaic"`` needs a Hopper GPU, bf16, W of 512
-            or 576, V of 512 and H a multiple of 64. None takes mosaic where it can run and
-            xla elsewhere. Neither is meant to be differentiated.
+        implementation: ``"xla"`` runs anywhere; ``"mosaic"`` needs a Hopper GPU, bf16 (pools
+            too), W of 512 or 576, V of 512 and H a multiple of 64. None takes mosaic where it
+            can run and xla elsewhere. Neither is meant to be differentiated.
 
     Returns:
         ``out`` in the dtype of ``query``, and ``lse`` in fp32: natural logarithm, without sinks.
@@ -92,13 +93,12 @@ def _check(
         raise ValueError(f"value_width is {value_width}, wanted 1 to {width}, the width of query")
 
 
-def _check_selection(name: str, selection: Selection, tokens: int, width: int, dtype) -> None:
+def _check_selection(
+    name: str, selection: Selection, tokens: int, width: int, dtype: jnp.dtype
+) -> None:
     pool, indices, lengths = selection.pool, selection.indices, selection.lengths
-    if pool.ndim != 3 or pool.shape[2] != width:
-        raise ValueError(f"{name}.pool has shape {pool.shape}, wanted [N, R, {width}]")
-    if pool.dtype != dtype:
-        raise ValueError(f"the dtype of {name}.pool is {pool.dtype}, wanted that of query, {dtype}")
-    rows = pool.shape[0] * pool.shape[1]
+    _check_pool(name, selection, width, dtype)
+    rows = pool.shape[0] * selection.stride
     if not 0 < rows < 2**31:
         raise ValueError(f"{name}.pool has {rows} rows, wanted 1 to 2^31 - 1: ids are int32")
     if indices.ndim != 2 or indices.shape[0] != tokens:
@@ -106,7 +106,34 @@ def _check_selection(name: str, selection: Selection, tokens: int, width: int, d
     if lengths is not None and lengths.shape != (tokens,):
         raise ValueError(f"{name}.lengths have shape {lengths.shape}, wanted {(tokens,)}")
     size = selection.page_size
-    if size is not None and not 0 < size <= pool.shape[1]:
+    if size is not None and not 0 < size <= selection.stride:
         raise ValueError(
-            f"{name}.page_size is {size}, wanted 1 to {pool.shape[1]}, the rows of a page"
+            f"{name}.page_size is {size}, wanted 1 to {selection.stride}, the rows of a page"
+        )
+
+
+def _check_pool(name: str, selection: Selection, width: int, dtype: jnp.dtype) -> None:
+    pool, layout, size = selection.pool, selection.layout, selection.page_size
+    if layout is None:
+        if pool.ndim != 3 or pool.shape[2] != width:
+            raise ValueError(f"{name}.pool has shape {pool.shape}, wanted [N, R, {width}]")
+        if pool.dtype != dtype:
+            raise ValueError(
+                f"the dtype of {name}.pool is {pool.dtype}, wanted that of query, {dtype}, or uint8"
+            )
+        return
+    if layout.width != width:
+        raise ValueError(
+            f"{name}.pool of bytes with {pool.ndim} axes has rows of {layout.width} numbers, "
+            f"wanted {width}, the width of query"
+        )
+    if not layout.exponents:
+        if pool.ndim != 3 or pool.shape[2] != layout.row_bytes:
+            raise ValueError(
+                f"{name}.pool of bytes has shape {pool.shape}, wanted [N, R, {layout.row_bytes}]"
+            )
+    elif size is None or size < 1 or size * layout.row_bytes > pool.shape[1]:
+        raise ValueError(
+            f"{name}.page_size is {size}, wanted 1 to {pool.shape[1] // layout.row_bytes}, the "
+            f"rows of {layout.row_bytes} bytes that a page of {pool.shape[1]} holds"
         )

@@ -61,6 +61,9 @@ def unsupported(
     tokens, heads, width = query.shape
     if query.dtype != jnp.bfloat16:
         return f"the dtype of query is {query.dtype}, wanted bfloat16"
+    for selection in selections:
+        if selection.layout is not None:
+            return "a pool holds bytes, wanted bfloat16 numbers"
     if tokens == 0:
         return "query has 0 tokens, wanted at least 1"
     if heads % HEADS:

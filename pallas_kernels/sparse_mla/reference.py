@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.sparse_mla.selection import Selection
 
@@ -28,17 +28,14 @@ def sparse_mla(
     unnormalised weights are rounded to the dtype of ``query`` for the product with the values,
     and the sum is divided in fp32.
     """
-    pools = [s.pool.reshape(-1, s.pool.shape[-1]) for s in selections]
     if sinks is None:
         sinks = jnp.full(query.shape[1], -jnp.inf, jnp.float32)
 
     def attend(operands):
         query, *rows = operands
-        keys = jnp.concatenate(
-            [_gather(pool, ids).astype(query.dtype) for pool, ids in zip(pools, rows, strict=True)]
-        )
+        keys = [s.keys(r, query.dtype) for s, r in zip(selections, rows, strict=True)]
         named = jnp.concatenate(rows) >= 0
-        return _attend(query, keys, named, sinks, sm_scale, value_width)
+        return _attend(query, jnp.concatenate(keys), named, sinks, sm_scale, value_width)
 
     operands = (query, *(s.rows() for s in selections))
     if query.shape[0] <= TOKENS:
@@ -46,16 +43,10 @@ def sparse_mla(
     return lax.map(attend, operands, batch_size=TOKENS)
 
 
-def _gather(pool: Float[Array, "M W"], rows: Int[Array, "K"]) -> Float[Array, "K W"]:
-    keys = pool.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds")
-    # A weight of zero does not silence a NaN, so what stands for an absent row is zeroed itself.
-    return jnp.where(rows[:, None] >= 0, keys, 0)
-
-
 def _attend(
     query: Float[Array, "H W"],
     keys: Float[Array, "K W"],
-    named: Int[Array, "K"],
+    named: Bool[Array, "K"],
     sinks: Float[Array, "H"],
     sm_scale: float,
     value_width: int,

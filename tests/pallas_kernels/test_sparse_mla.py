@@ -11,6 +11,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from pallas_kernels import kv_quant
+from pallas_kernels.kv_quant import V3_2, V4, empty_pages
 from pallas_kernels.sparse_mla import Selection, mosaic_gpu, sparse_mla
 from pallas_kernels.sparse_mla.shapes import SHAPES, Shape
 
@@ -18,6 +20,8 @@ Attend = Callable[..., tuple[jax.Array, jax.Array]]
 ROUNDING = 5e-3
 HEADS, WIDTH, VALUE_WIDTH = 64, 512, 512
 SM_SCALE = WIDTH**-0.5
+write = jax.jit(kv_quant.write, static_argnums=(3, 4))
+read = jax.jit(kv_quant.read, static_argnums=(2, 3))
 JUNK = (2**31 - 1, -(2**31), 10**6)
 
 
@@ -249,6 +253,34 @@ def test_padded_pages_are_stepped_over(attend):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("layout", [V3_2, V4], ids=["v3.2", "v4"])
+def test_pools_of_bytes_are_dequantised(attend, layout):
+    ids = lists(3, 150, rows=60)
+    ids[0, :70], ids[2, 5:] = -1, JUNK[0]
+    chosen, dense = bytes_and_numbers(layout, ids, [150, 150, 6])
+    other, other_dense = bytes_and_numbers(layout, lists(3, 70, rows=60), [0, 70, 1])
+    query, sinks = queries(3, layout.width), jnp.linspace(-2, 2, HEADS)
+    got = attend(query, chosen, other, sinks=sinks)
+    assert_close(got, by_hand(query, dense, other_dense, sinks=sinks))
+
+
+def bytes_and_numbers(layout, ids, lengths, pages=20, page=3) -> tuple[Selection, Selection]:
+    """A pool of bytes, NaN in every row nobody lists, and the same rows as numbers."""
+    rng = np.random.default_rng(len(ids))
+    slots = np.unique(ids[(ids >= 0) & (ids < pages * page)])
+    # Blocks of many sizes, so that each scale matters.
+    size = np.repeat(2.0 ** rng.integers(-6, 3, (len(slots), layout.width // 64)), 64, axis=1)
+    rows = jnp.asarray(rng.standard_normal((len(slots), layout.width)) * size, jnp.bfloat16)
+    pool = jnp.full_like(empty_pages(pages, page, layout), 255)
+    pool = write(pool, jnp.asarray(slots), rows, layout, page)
+    numbers = read(pool, jnp.arange(pages * page), layout, page)
+    ids, lengths = jnp.asarray(ids, jnp.int32), jnp.asarray(lengths)
+    return (
+        Selection(pool, ids, lengths, page_size=page),
+        Selection(numbers.reshape(pages, page, -1), ids, lengths),
+    )
+
+
 def test_large_scores_do_not_overflow(attend):
     query, chosen = queries(2), selection(lists(2, 140))
     case = query * 40, dataclasses.replace(chosen, pool=chosen.pool * 10)
@@ -400,6 +432,9 @@ def test_an_empty_list_is_a_list():
         ({"pool": jnp.zeros((6, WIDTH), jnp.bfloat16)}, r"wanted \[N, R, 512\]"),
         ({"pool": jnp.zeros((2, 3, WIDTH))}, "dtype of keys.pool is float32, wanted that of query"),
         ({"pool": jnp.zeros((0, 3, WIDTH), jnp.bfloat16)}, "keys.pool has 0 rows"),
+        ({"pool": jnp.zeros((2, 3, 656), jnp.uint8)}, "has rows of 576 numbers, wanted 512"),
+        ({"pool": jnp.zeros((2, 1168), jnp.uint8)}, "keys.page_size is None, wanted 1 to 2"),
+        ({"pool": jnp.zeros((2, 1168), jnp.uint8), "page_size": 3}, "page_size is 3, wanted 1 to"),
         ({"indices": jnp.zeros((2, 4), jnp.int32)}, r"keys.indices have shape \(2, 4\)"),
         ({"lengths": jnp.zeros(3, jnp.int32)}, r"keys.lengths have shape \(3,\)"),
         ({"page_size": 4}, "keys.page_size is 4, wanted 1 to 3"),
