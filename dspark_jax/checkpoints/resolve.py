@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dspark_jax.checkpoints.deepseek_v4 import deepseek_v4_weights
+from dspark_jax.checkpoints.deepseek_v4_config import deepseek_v4_config
 from dspark_jax.checkpoints.gguf_file import GgufFile
 from dspark_jax.checkpoints.hub import fetch
+from dspark_jax.checkpoints.quantized import STORED_DTYPES
 from dspark_jax.checkpoints.target import dense_config, dense_weights
 from dspark_jax.checkpoints.tensors import SafetensorsSource
 from dspark_jax.json_file import read_object
-from dspark_jax.models.config import DenseConfig
-from dspark_jax.models.weights import DenseWeights
 from dspark_jax.text.text import Text
 
 SMOLLM2 = "smollm2-135m"
@@ -25,12 +26,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class LoadedTarget:
     """A target ready to decode.
 
-    ``text`` is None when the checkpoint brings no tokenizer. ``stop_token_ids`` end an answer.
-    ``name`` is what was asked for.
+    ``config`` and ``weights`` are those of its family (``models.protocol``). ``text`` is None when
+    the checkpoint brings no tokenizer. ``stop_token_ids`` end an answer. ``name`` is what was
+    asked for.
     """
 
-    config: DenseConfig
-    weights: DenseWeights = dataclasses.field(repr=False)
+    config: Any
+    weights: Any = dataclasses.field(repr=False)
     text: Text | None
     stop_token_ids: tuple[int, ...]
     name: str
@@ -88,8 +90,13 @@ def _from_folder(path: Path, dtype: Any, name: str, layers: bool) -> LoadedTarge
     if not config_file.is_file():
         raise FileNotFoundError(f"no config.json in {path}")
     raw = read_object(config_file)
-    config = dense_config(raw, config_file)
-    weights = dense_weights(config, SafetensorsSource(path), dtype, path, layers)
+    if raw.get("model_type") == "deepseek_v4":
+        config = deepseek_v4_config(raw, config_file)
+        source = SafetensorsSource(path, STORED_DTYPES)
+        weights = deepseek_v4_weights(config, source, dtype, path, layers)
+    else:
+        config = dense_config(raw, config_file)
+        weights = dense_weights(config, SafetensorsSource(path), dtype, path, layers)
     text = Text.from_folder(path) if (path / "tokenizer.json").is_file() else None
     return LoadedTarget(config, weights, text, _stop_token_ids(path, raw), name)
 

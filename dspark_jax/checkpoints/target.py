@@ -17,6 +17,8 @@ from dspark_jax.models.config import DenseConfig, RopeScaling
 from dspark_jax.models.weights import DenseLayer, DenseWeights
 
 MODEL_TYPES = ("llama", "qwen3")
+# Read by modules of their own.
+SPARSE_MODEL_TYPES = ("deepseek_v32", "deepseek_v4")
 DTYPES = ("float32", "bfloat16")
 # Buffers of older Llama checkpoints: recomputed from the config, never weights.
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -35,7 +37,7 @@ def dense_config(raw: Mapping[str, Any], where: Path | str) -> DenseConfig:
     if model_type not in MODEL_TYPES:
         raise ValueError(
             f"{where}: model_type {model_type!r} is not supported; supported: "
-            + ", ".join(MODEL_TYPES)
+            + ", ".join((*MODEL_TYPES, *SPARSE_MODEL_TYPES))
         )
     _refuse_unsupported(raw, where)
     names = [

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dspark_jax.json_file import read_object
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
+# The safetensors package does not hand these to numpy.
+_RAW_DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
 class TensorSource(Protocol):
@@ -35,12 +40,15 @@ class SafetensorsSource:
 
         Raises:
             FileNotFoundError: no safetensors file there, or a shard of the index is missing.
-            ValueError: a file that is not safetensors, or tensors that are not float32,
-                bfloat16 or float16.
+            ValueError: a file that is not safetensors, or tensors in other than ``dtypes``
+                (safetensors' names; by default float32, bfloat16 and float16).
         """
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
+        self._stored_name: dict[str, str] = {}
+        self._headers: dict[Path, tuple[int, dict]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         unreadable: list[str] = []
         for file in _files(self.path):
             try:
@@ -48,9 +56,11 @@ class SafetensorsSource:
                     for name in tensors.keys():  # noqa: SIM118
                         view = tensors.get_slice(name)
                         self._file_of[name] = file
+                        self._stored_name[name] = name
                         self.shapes[name] = tuple(view.get_shape())
-                        if view.get_dtype() not in dtypes:
-                            unreadable.append(f"{name} is {view.get_dtype()}")
+                        self.dtypes[name] = view.get_dtype()
+                        if self.dtypes[name] not in dtypes:
+                            unreadable.append(f"{name} is {self.dtypes[name]}")
             except SafetensorError as error:
                 raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
         if unreadable:
@@ -61,8 +71,31 @@ class SafetensorsSource:
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in its stored dtype."""
-        with safe_open(self._file_of[name], framework="np") as tensors:
-            return tensors.get_tensor(name)
+        file, stored = self._file_of[name], self._stored_name[name]
+        if self.dtypes[name] in _RAW_DTYPES:
+            return self._read_raw(file, stored)
+        with safe_open(file, framework="np") as tensors:
+            return tensors.get_tensor(stored)
+
+    def renamed(self, names: Mapping[str, str]) -> SafetensorsSource:
+        """The same tensors under other names: ``names[new]`` is the present one."""
+        other = copy.copy(self)
+        for field in ("_file_of", "_stored_name", "shapes", "dtypes"):
+            values = getattr(self, field)
+            setattr(other, field, {new: values[name] for new, name in names.items()})
+        return other
+
+    def _read_raw(self, file: Path, stored: str) -> np.ndarray:
+        """A tensor from where the file's header says it lies."""
+        if file not in self._headers:
+            with file.open("rb") as bytes_of:
+                size = int.from_bytes(bytes_of.read(8), "little")
+                self._headers[file] = (8 + size, json.loads(bytes_of.read(size)))
+        start, header = self._headers[file]
+        entry = header[stored]
+        count = int(np.prod(entry["shape"], dtype=np.int64))
+        numbers = np.fromfile(file, np.uint8, count=count, offset=start + entry["data_offsets"][0])
+        return numbers.view(_RAW_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def check_tensors(

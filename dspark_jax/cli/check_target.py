@@ -1,4 +1,4 @@
-"""Reference comparison of dense targets: hidden states, logits, greedy answers, tokenisation."""
+"""Reference comparison of targets: hidden states, logits, greedy answers, tokenisation."""
 
 from __future__ import annotations
 
@@ -12,34 +12,52 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
+from dspark_jax.cli.check_choices import absolute_where, decided
 from dspark_jax.cli.check_recorded import recorded_numbers, recorded_tensors
 from dspark_jax.cli.check_rows import Row, absolute, identical
+from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.ragged import rectangle
 
 SMOLLM2_LAYERS = (0, 9, 19)
 
 
 def check_folder(directory: Path) -> list[Row]:
-    """Compare a dense target with the tensors recorded beside it."""
+    """Compare a target with the tensors recorded beside it."""
     target = load_target(directory, jnp.float32)
     golden = recorded_tensors(directory / "golden.safetensors")
     tokens = golden["input_ids"].astype(np.int32)
     layers = target.config.num_hidden_layers
     # The recorded last entry is the one after the final norm; the layer before it has no entry.
-    final, taps = forward(target, tokens, tuple(range(-1, layers - 1)))
-    states = jnp.moveaxis(taps.reshape(*tokens.shape, layers, -1), 2, 0)
-    states = jnp.concatenate([states, final[None]])
+    taps = tuple(range(-1, layers - 1))
+    if isinstance(target.config, DeepseekV4Config):
+        # Between its layers there are several residual streams, and none of them is recorded.
+        taps = ()
+    final, tapped = forward(target, tokens, taps)
+    clear = decided(target, tokens)
+    rows = []
+    if taps:
+        states = jnp.moveaxis(tapped.reshape(*tokens.shape, layers, -1), 2, 0)
+        states = jnp.concatenate([states, final[None]])
+        rows = [
+            absolute_where(
+                f"hidden_states[{index}]",
+                states[index],
+                golden["hidden_states"][index],
+                clear[index],
+            )
+            for index in range(layers + 1)
+        ]
     logits = target.config.family.unembed(target.config, target.weights, final)
     recorded = golden["greedy"][0].tolist()
     prompt = tokens[0].tolist()
     answer = greedy(target, [prompt], len(recorded) - len(prompt))[0]
+    # the token behind the last position that counts is still decided
+    text = decided(target, np.array([recorded], np.int32))[-1, 0]
+    count = len(recorded) if text.all() else int(np.argmin(text)) + 1
     return [
-        *(
-            absolute(f"hidden_states[{index}]", states[index], golden["hidden_states"][index])
-            for index in range(layers + 1)
-        ),
-        absolute("logits", logits, golden["logits"]),
-        identical("greedy", prompt + answer, recorded),
+        *rows,
+        absolute_where("logits", logits, golden["logits"], clear[-1]),
+        identical("greedy", (prompt + answer)[:count], recorded[:count]),
     ]
 
 

@@ -19,6 +19,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
     [
         ("llama_tiny", ["hidden_states[3]", "logits", "greedy"]),
         ("qwen3_tiny", ["hidden_states[4]", "logits", "greedy"]),
+        ("deepseek_v4_tiny", ["logits", "greedy"]),
         ("dspark_vanilla", ["loss", "tau_probabilistic", "accept_rate@6", "round1.tokens"]),
         ("dspark_gated", ["draft_logits", "eval_mask", "round0.block_hidden"]),
         ("dspark_rnn", ["aligned_target_logits", "round1.corrected_logits"]),
@@ -85,9 +86,9 @@ def test_a_missing_recording_is_named(tmp_path, capsys):
 
 
 def test_a_model_type_that_is_not_supported_is_named(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     assert main(["check", str(tmp_path)]) == 2
-    assert "model_type 'deepseek_v4' is not supported" in capsys.readouterr().err
+    assert "model_type 'mamba' is not supported" in capsys.readouterr().err
     assert main(["check", str(tmp_path / "nowhere")]) == 2
     assert "no config.json" in capsys.readouterr().err
 

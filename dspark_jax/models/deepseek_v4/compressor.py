@@ -1,0 +1,60 @@
+"""Compressors: r tokens pooled into one entry by a softmax of their own.
+
+In fp32, token by token: c = W_kv x and z = W_gate x + ape[p mod r]. An HCA entry is the sum of the
+c of its window's r tokens, weighted by a softmax of their z, channel by channel. A CSA entry
+pools 2r tokens: the second half of the channels of its own window and the first half of the
+window before it. Then RMS norm, and RoPE at the position where the entry's window starts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.models.deepseek_v4 import entries, ring
+from dspark_jax.models.deepseek_v4.cache import CompressorCache
+from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
+from dspark_jax.models.deepseek_v4.plan import Plan
+from dspark_jax.models.deepseek_v4.rope import rotate_tail
+from dspark_jax.models.deepseek_v4.weights import Compressor
+from dspark_jax.models.layers import linear, rms_norm
+
+
+def compress(
+    config: DeepseekV4Config,
+    weights: Compressor,
+    cache: CompressorCache,
+    plan: Plan,
+    x: Float[Array, "T D"],
+) -> CompressorCache:
+    """Store the batch's tokens and write every entry that one of them closes."""
+    ratio = weights.ape.shape[0]
+    mine = plan.ratios[ratio]
+    wide = x.astype(jnp.float32)
+    gate = linear(wide, weights.gate) + weights.ape[jnp.maximum(plan.batch.position, 0) % ratio]
+    pair = jnp.concatenate([linear(wide, weights.kv), gate], axis=-1)
+    state, recent = ring.extend(mine.state, cache.state, plan.batch, pair)
+    pooled = pool_entries(ratio, recent.reshape(-1, recent.shape[-1]), mine.pooled)
+    normed = rms_norm(pooled.astype(x.dtype), weights.norm, config.rms_norm_eps)
+    turned = rotate_tail(normed, mine.turn)
+    return CompressorCache(state, entries.write(cache.entries, mine.place, turned))
+
+
+def pool_entries(
+    ratio: int, pairs: Float[Array, "M 2C"], row: Int[Array, "A N s"]
+) -> Float[Array, "A N E"]:
+    """fp32 entries from the rows of (c, z) that each is pooled from; -1 names none."""
+    there = row[..., None] >= 0
+    value, gate = jnp.split(jnp.where(there, pairs[jnp.maximum(row, 0)], 0), 2, axis=-1)
+    if ratio == OVERLAPPING_RATIO:
+        value, gate = _halves(ratio, value), _halves(ratio, gate)
+    # a finite floor, so that an entry pooled from nothing is a number and not NaN
+    gate = jnp.where(there, gate, jnp.finfo(jnp.float32).min)
+    return (jax.nn.softmax(gate, axis=-2) * value).sum(axis=-2)
+
+
+def _halves(ratio: int, channels: Float[Array, "*B 2r 2E"]) -> Float[Array, "*B 2r E"]:
+    """First channels of the window before, second channels of the entry's own window."""
+    first, second = jnp.split(channels, 2, axis=-1)
+    return jnp.concatenate([first[..., :ratio, :], second[..., ratio:, :]], axis=-2)

@@ -1,0 +1,72 @@
+"""A DeepSeek-V4 small enough for tests: every kind of layer, random tensors under real names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.models.deepseek_v4.config import DeepseekV4Config, Yarn
+
+TOY = DeepseekV4Config(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    head_dim=16,
+    qk_rope_head_dim=4,
+    q_lora_rank=12,
+    o_groups=2,
+    o_lora_rank=8,
+    compress_ratios=(0, 4, 8),
+    sliding_window=8,
+    index_n_heads=2,
+    index_head_dim=8,
+    index_topk=3,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    num_hash_layers=1,
+    routed_scaling_factor=1.5,
+    swiglu_limit=1.0,
+    hc_mult=2,
+    hc_sinkhorn_iters=4,
+    hc_eps=1e-6,
+    rms_norm_eps=1e-6,
+    rope_theta=100.0,
+    compress_rope_theta=1000.0,
+    compress_yarn=Yarn(4.0, 32, 32.0, 1.0),
+    max_position_embeddings=256,
+)
+
+
+def toy_config(**changes: Any) -> DeepseekV4Config:
+    """Three layers (window, CSA, HCA) with other fields where asked."""
+    return dataclasses.replace(TOY, **changes)
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]], *, experts: int, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """fp32 tensors of these shapes at scales where every part of the network tells.
+
+    Args:
+        shapes: by DeepSeek's names.
+        experts: routed experts; the tables of hash layers name distinct ones.
+    """
+    random = np.random.default_rng(seed)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("tid2eid"):
+            ids = np.argsort(random.random((shape[0], experts)), axis=1)
+            return ids[:, : shape[1]].astype(np.int64)
+        if name.endswith("norm.weight"):
+            return (1 + 0.2 * random.normal(size=shape)).astype(np.float32)
+        if len(shape) == 1 or name.endswith(".ape"):
+            return (0.7 * random.normal(size=shape)).astype(np.float32)
+        scale = 1.0 if name.startswith("embed") else 1.5 * shape[-1] ** -0.5
+        return (scale * random.normal(size=shape)).astype(np.float32)
+
+    return {name: tensor(name, shape) for name, shape in shapes.items()}

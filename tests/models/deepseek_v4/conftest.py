@@ -1,0 +1,119 @@
+"""A small DeepSeek-V4 of every kind of layer, and its logits one token at a time."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dspark_jax.checkpoints.deepseek_v4 import deepseek_v4_weights, target_shapes
+from dspark_jax.checkpoints.quantized import STORED_DTYPES
+from dspark_jax.checkpoints.tensors import SafetensorsSource
+from dspark_jax.models.deepseek_v4 import model
+from dspark_jax.models.deepseek_v4.cache import DeepseekV4Cache
+from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
+from dspark_jax.models.deepseek_v4.weights import DeepseekV4Weights
+from dspark_jax.models.ragged import Packed, compact, rectangle
+from dspark_jax.testing.deepseek_v4 import random_tensors, toy_config
+
+CAPACITY = 64
+WIDTH = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Toy:
+    """The model, and its functions compiled."""
+
+    config: DeepseekV4Config
+    weights: DeepseekV4Weights
+
+    def cache(self, slots: int, capacity: int = CAPACITY) -> DeepseekV4Cache:
+        return model.init_cache(self.config, slots, capacity, self.weights.embed.dtype)
+
+    def run(self, cache: DeepseekV4Cache, packed: Packed) -> tuple[jax.Array, DeepseekV4Cache]:
+        """Logits of packed rows, and the cache."""
+        return _run(self.config, self.weights, cache, packed)
+
+    def rectangle(self, *arrays: np.ndarray) -> Packed:
+        """Rows of tokens from ``start``, ``count`` of them, in these slots."""
+        return rectangle(*(jnp.asarray(values, jnp.int32) for values in arrays))
+
+    def prefill(
+        self, tokens: np.ndarray, cache: DeepseekV4Cache, start: int = 0
+    ) -> tuple[np.ndarray, DeepseekV4Cache]:
+        """Logits ``[S, W, V]`` of whole rows of tokens from ``start``, committed."""
+        count = np.full(tokens.shape[0], tokens.shape[1], np.int32)
+        begin = np.full_like(count, start)
+        logits, cache = self.run(cache, self.rectangle(tokens, begin, count, np.arange(len(count))))
+        cache = model.commit(self.config, cache, jnp.asarray(begin + count))
+        return np.asarray(logits).reshape(*tokens.shape, -1), cache
+
+    def verify(
+        self, cache: DeepseekV4Cache, tokens: np.ndarray, start: np.ndarray, count: np.ndarray
+    ) -> tuple[np.ndarray, DeepseekV4Cache]:
+        """Logits ``[S, 8, V]`` of ragged windows packed one after another; nothing committed."""
+        size = tokens.shape[0] * WIDTH
+        packed = compact(jnp.asarray(tokens), jnp.asarray(start), jnp.asarray(count), size)
+        logits, cache = self.run(cache, packed)
+        return np.asarray(packed.unpack(logits)), cache
+
+    def serial(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits ``[S, L, V]`` of decoding one token at a time."""
+        return np.asarray(_serial(self.config, self.weights, jnp.asarray(tokens)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(config, weights, cache, packed):
+    hidden, _, cache = model.forward(config, weights, cache, packed)
+    return model.unembed(config, weights, hidden), cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _serial(config, weights, tokens):
+    slots = tokens.shape[0]
+    cache = model.init_cache(config, slots, CAPACITY, weights.embed.dtype)
+
+    def step(cache, token):
+        one = jnp.ones(slots, jnp.int32)
+        hidden, _, cache = model.forward(
+            config, weights, cache, rectangle(token[:, None], cache.length, one)
+        )
+        cache = model.commit(config, cache, cache.length + 1)
+        return cache, model.unembed(config, weights, hidden)
+
+    return jnp.swapaxes(jax.lax.scan(step, cache, tokens.T)[1], 0, 1)
+
+
+def load_toy(folder: Path, dtype: str = "float32", **changes) -> Toy:
+    config = toy_config(**changes)
+    tensors = random_tensors(target_shapes(config), experts=config.n_routed_experts)
+    save_file(tensors, folder / "model.safetensors")
+    source = SafetensorsSource(folder, STORED_DTYPES)
+    return Toy(config, deepseek_v4_weights(config, source, dtype, folder))
+
+
+@pytest.fixture(scope="package")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return load_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="package")
+def half_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """The same weights in bfloat16."""
+    return load_toy(tmp_path_factory.mktemp("half"), "bfloat16")
+
+
+@pytest.fixture(scope="package")
+def texts() -> np.ndarray:
+    """Two texts of 48 tokens."""
+    return np.random.default_rng(3).integers(0, 64, (2, 48)).astype(np.int32)
+
+
+@pytest.fixture(scope="package")
+def wanted(toy: Toy, texts: np.ndarray) -> np.ndarray:
+    """What decoding one token at a time says after every token of the texts."""
+    return toy.serial(texts)
