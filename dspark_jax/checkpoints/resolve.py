@@ -10,6 +10,8 @@ from typing import Any
 
 from dspark_jax.checkpoints.deepseek_v4 import deepseek_v4_weights
 from dspark_jax.checkpoints.deepseek_v4_config import deepseek_v4_config
+from dspark_jax.checkpoints.deepseek_v32 import STORED, deepseek_v32_weights
+from dspark_jax.checkpoints.deepseek_v32_config import deepseek_v32_config
 from dspark_jax.checkpoints.gguf_file import GgufFile
 from dspark_jax.checkpoints.hub import fetch
 from dspark_jax.checkpoints.quantized import STORED_DTYPES
@@ -94,6 +96,9 @@ def _from_folder(path: Path, dtype: Any, name: str, layers: bool) -> LoadedTarge
         config = deepseek_v4_config(raw, config_file)
         source = SafetensorsSource(path, STORED_DTYPES)
         weights = deepseek_v4_weights(config, source, dtype, path, layers)
+    elif raw.get("model_type") == "deepseek_v32":
+        config = deepseek_v32_config(raw, config_file)
+        weights = deepseek_v32_weights(config, SafetensorsSource(path, STORED), dtype, path, layers)
     else:
         config = dense_config(raw, config_file)
         weights = dense_weights(config, SafetensorsSource(path), dtype, path, layers)

@@ -99,7 +99,7 @@ def routed_experts(
     blocks_of = -(-rows_of // size)
     block_end = jnp.cumsum(blocks_of)
     block = jnp.arange(most, dtype=jnp.int32)
-    owner = jnp.searchsorted(block_end, block, side="right").astype(jnp.int32)
+    owner = (block_end <= block[:, None]).sum(axis=1, dtype=jnp.int32)
     used = owner < number
     owner = jnp.minimum(owner, number - 1)
     first = (row_end - rows_of)[owner] + (block - (block_end - blocks_of)[owner]) * size

@@ -1,0 +1,1 @@
+"""DeepSeek-V3.2: latent attention over the rows that an indexer chooses, mixture of experts."""
