@@ -32,8 +32,14 @@ def check_folder(directory: Path) -> list[Row]:
     if isinstance(target.config, DeepseekV4Config):
         # Between its layers there are several residual streams, and none of them is recorded.
         taps = ()
-    final, tapped = forward(target, tokens, taps)
-    clear = decided(target, tokens)
+    recorded = golden["greedy"][0].tolist()
+    slots, width = tokens.shape
+    texts = np.zeros((slots + 1, max(width, len(recorded))), np.int32)
+    texts[:slots, :width] = tokens
+    texts[slots, : len(recorded)] = recorded
+    final, tapped, margins = forward(target, texts, taps)
+    final, tapped = final[:slots, :width], tapped[:slots, :width]
+    clear = decided(np.full((layers, *texts.shape), np.inf) if margins is None else margins)
     rows = []
     if taps:
         states = jnp.moveaxis(tapped.reshape(*tokens.shape, layers, -1), 2, 0)
@@ -43,22 +49,20 @@ def check_folder(directory: Path) -> list[Row]:
                 f"hidden_states[{index}]",
                 states[index],
                 golden["hidden_states"][index],
-                clear[index],
+                clear[index, :slots, :width],
             )
             for index in range(layers + 1)
         ]
     logits = target.config.family.unembed(target.config, target.weights, final)
-    recorded = golden["greedy"][0].tolist()
-    prompt = tokens[0].tolist()
-    answer = greedy(target, [prompt], len(recorded) - len(prompt))[0]
-    # the token behind the last position that counts is still decided
-    text = decided(target, np.array([recorded], np.int32))[-1, 0]
+    rows.append(absolute_where("logits", logits, golden["logits"], clear[-1, :slots, :width]))
+    # Each position that is decided decides the token behind it.
+    text = clear[-1, slots, : len(recorded)]
     count = len(recorded) if text.all() else int(np.argmin(text)) + 1
-    return [
-        *rows,
-        absolute_where("logits", logits, golden["logits"], clear[-1]),
-        identical("greedy", (prompt + answer)[:count], recorded[:count]),
-    ]
+    prompt = tokens[0].tolist()
+    if count > len(prompt):
+        answer = greedy(target, [prompt], len(recorded) - len(prompt))[0]
+        rows.append(identical("greedy", (prompt + answer)[:count], recorded[:count]))
+    return rows
 
 
 def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[Row]:
@@ -84,7 +88,7 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
 
     golden = recorded_tensors(directory / "logits.safetensors")
     tokens = golden["prompt_ids"].astype(np.int32)[None]
-    final, taps = forward(target, tokens, SMOLLM2_LAYERS)
+    final, taps, _ = forward(target, tokens, SMOLLM2_LAYERS)
     states = taps[0].reshape(tokens.shape[1], len(SMOLLM2_LAYERS), -1)
     logits = target.config.family.unembed(target.config, target.weights, final[0, -4:])
     rows.append(absolute("logits_last4", logits, golden["logits_last4"]))
@@ -96,11 +100,16 @@ def check_text_folder(directory: Path, name_or_path: Path | str | None) -> list[
 
 def forward(
     target: LoadedTarget, tokens: Int[np.ndarray, "S W"], taps: tuple[int, ...]
-) -> tuple[Array, Array]:
-    """Final hidden states ``[S, W, D]`` and taps ``[S, W, n*D]`` of whole sequences."""
+) -> tuple[Array, Array, np.ndarray | None]:
+    """Final hidden states ``[S, W, D]`` and taps ``[S, W, n*D]`` of whole sequences.
+
+    Last come the margins ``[L, S, W]`` of a model that chooses rows (``check_choices``).
+    """
     count = np.full(tokens.shape[0], tokens.shape[1])
-    hidden, tapped, _ = _forward(target.config, target.weights, tokens, count, taps)
-    return hidden.reshape(*tokens.shape, -1), tapped.reshape(*tokens.shape, -1)
+    hidden, tapped, margins = _forward(target.config, target.weights, tokens, count, taps)
+    if margins is not None:
+        margins = np.asarray(margins).reshape(-1, *tokens.shape)
+    return hidden.reshape(*tokens.shape, -1), tapped.reshape(*tokens.shape, -1), margins
 
 
 def greedy(target: LoadedTarget, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -120,7 +129,12 @@ def _forward(
     family = config.family
     cache = family.init_cache(config, *tokens.shape, weights.embed.dtype)
     packed = rectangle(tokens, jnp.zeros_like(count), count)
-    return family.forward(config, weights, cache, packed, taps=taps)
+    if hasattr(family, "forward_with_margins"):
+        hidden, tapped, _, margins = family.forward_with_margins(
+            config, weights, cache, packed, taps=taps
+        )
+        return hidden, tapped, margins
+    return *family.forward(config, weights, cache, packed, taps=taps)[:2], None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

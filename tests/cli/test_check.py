@@ -19,6 +19,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
     [
         ("llama_tiny", ["hidden_states[3]", "logits", "greedy"]),
         ("qwen3_tiny", ["hidden_states[4]", "logits", "greedy"]),
+        ("deepseek_v32_tiny", ["hidden_states[3]", "logits"]),
         ("deepseek_v4_tiny", ["logits", "greedy"]),
         ("dspark_vanilla", ["loss", "tau_probabilistic", "accept_rate@6", "round1.tokens"]),
         ("dspark_gated", ["draft_logits", "eval_mask", "round0.block_hidden"]),

@@ -56,7 +56,7 @@ def choose_rows(
 
     Returns:
         The rows, and how far the lowest score among them lies above the highest of the rows left
-        out: +inf where none is, 0 where the choice was a tie, which the earlier row wins here.
+        out: +inf where none is, 0 where the choice was a tie, which the later row wins here.
     """
     seen = places.position + 1
     columns = 1 if places.table is None else places.table.shape[1]

@@ -24,9 +24,9 @@ from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.ragged import Mixed, Packed
 
 __all__ = [
-    "choice_margins",
     "commit",
     "forward",
+    "forward_with_margins",
     "init_cache",
     "init_pages",
     "input_embedding",
@@ -61,23 +61,51 @@ def forward(
     Raises:
         ValueError: a tap outside -1..L-1.
     """
-    hidden, tapped, cache, _ = _run(config, weights, cache, packed, taps)
+    hidden, tapped, cache, _ = forward_with_margins(config, weights, cache, packed, taps=taps)
     return hidden, tapped, cache
 
 
-def choice_margins(
+def forward_with_margins(
     config: DeepseekV32Config,
     weights: DeepseekV32Weights,
     cache: DeepseekV32Cache,
     packed: Packed | Mixed,
-) -> Float[Array, "L T"]:
-    """How clearly each layer chose the rows that each token attends to.
+    *,
+    taps: tuple[int, ...] = (),
+) -> tuple[Float[Array, "T D"], Float[Array, "T n*D"], DeepseekV32Cache, Float[Array, "L T"]]:
+    """``forward``, and how clearly each layer chose the rows that each token attends to.
 
-    The lowest score of a row chosen less the highest of a row left out: +inf where no row is left
-    out. Where it is 0 the rows tie (the score of a row that no index head responds to is exactly
-    0), and the equations do not say which is taken: implementations differ.
+    A margin is the lowest score of a row chosen less the highest of a row left out: +inf where no
+    row is left out. Where it is 0 rows tie (one that no index head responds to scores exactly 0),
+    and the equations do not say which is taken: implementations differ.
+
+    Raises:
+        ValueError: a tap outside -1..L-1.
     """
-    return jnp.stack(_run(config, weights, cache, packed, ())[3])
+    for tap in taps:
+        if not -1 <= tap < config.num_hidden_layers:
+            raise ValueError(
+                f"tap {tap} is no layer of this model: wanted -1 (embedding) to "
+                f"{config.num_hidden_layers - 1}"
+            )
+    places = find_places(cache, packed)
+    phases = position_phases(config, packed.position)
+    hidden = jnp.take(weights.embed, packed.tokens, axis=0)
+    outputs = {-1: hidden} if -1 in taps else {}
+    layers, margins = [], []
+    for index, (layer, rows) in enumerate(zip(weights.layers, cache.layers, strict=True)):
+        hidden, rows, margin = _layer(config, layer, rows, places, phases, hidden)
+        layers.append(rows)
+        margins.append(margin)
+        if index in taps:
+            outputs[index] = hidden
+    tapped = (
+        jnp.concatenate([outputs[tap] for tap in taps], axis=-1)
+        if taps
+        else jnp.zeros((hidden.shape[0], 0), hidden.dtype)
+    )
+    final = rms_norm(hidden, weights.norm, config.rms_norm_eps)
+    return final, tapped, cache.replace(layers=tuple(layers)), jnp.stack(margins)
 
 
 def unembed(
@@ -102,40 +130,6 @@ def output_embedding(weights: DeepseekV32Weights) -> Float[Array, "V D"]:
 def input_embedding(weights: DeepseekV32Weights) -> Float[Array, "V D"]:
     """The matrix a drafter borrows as its embedding."""
     return weights.embed
-
-
-def _run(
-    config: DeepseekV32Config,
-    weights: DeepseekV32Weights,
-    cache: DeepseekV32Cache,
-    packed: Packed | Mixed,
-    taps: tuple[int, ...],
-) -> tuple[Float[Array, "T D"], Float[Array, "T n*D"], DeepseekV32Cache, list[Float[Array, "T"]]]:
-    """``forward``, and the margins of every layer."""
-    for tap in taps:
-        if not -1 <= tap < config.num_hidden_layers:
-            raise ValueError(
-                f"tap {tap} is no layer of this model: wanted -1 (embedding) to "
-                f"{config.num_hidden_layers - 1}"
-            )
-    places = find_places(cache, packed)
-    phases = position_phases(config, packed.position)
-    hidden = jnp.take(weights.embed, packed.tokens, axis=0)
-    outputs = {-1: hidden} if -1 in taps else {}
-    layers, margins = [], []
-    for index, (layer, rows) in enumerate(zip(weights.layers, cache.layers, strict=True)):
-        hidden, rows, margin = _layer(config, layer, rows, places, phases, hidden)
-        layers.append(rows)
-        margins.append(margin)
-        if index in taps:
-            outputs[index] = hidden
-    tapped = (
-        jnp.concatenate([outputs[tap] for tap in taps], axis=-1)
-        if taps
-        else jnp.zeros((hidden.shape[0], 0), hidden.dtype)
-    )
-    final = rms_norm(hidden, weights.norm, config.rms_norm_eps)
-    return final, tapped, cache.replace(layers=tuple(layers)), margins
 
 
 # jitted, so that layers of one kind are traced once
