@@ -10,7 +10,17 @@ from typing import Any
 
 from safetensors.numpy import save_file
 
-from dspark_jax.checkpoints.drafter_config import Dialect, dialect_of, drafter_config, reserved_ids
+from dspark_jax.checkpoints.drafter_config import (
+    Dialect,
+    dialect_of,
+    drafter_config,
+    is_deepseek,
+    reserved_ids,
+)
+from dspark_jax.checkpoints.drafter_deepseek_v4 import (
+    deepseek_v4_drafter_config,
+    deepseek_v4_drafter_weights,
+)
 from dspark_jax.checkpoints.drafter_deepspec import (
     deepspec_config,
     deepspec_tensors,
@@ -26,6 +36,7 @@ from dspark_jax.checkpoints.hub import fetch
 from dspark_jax.checkpoints.resolve import HUB_ID
 from dspark_jax.checkpoints.tensors import READABLE_DTYPES, SafetensorsSource
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.deepseek_v4.config import check_fits_v4
 from dspark_jax.drafter.validate import check_fits
 from dspark_jax.drafter.weights import DrafterWeights
 from dspark_jax.json_file import read_object
@@ -36,10 +47,13 @@ _STORED_DTYPES = (*READABLE_DTYPES, "I64", "BOOL")
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter that fits its target, and the name it was asked for by."""
+    """A drafter that fits its target, and the name it was asked for by.
 
-    config: DrafterConfig
-    weights: DrafterWeights
+    ``config`` and ``weights`` are those of its family (``drafter.protocol``).
+    """
+
+    config: Any
+    weights: Any
     name: str
 
 
@@ -54,10 +68,10 @@ def load_drafter(
 
     Args:
         path_or_name: a folder with ``config.json`` and safetensors, in DeepSpec's or
-            speculators' layout, the name of a drafter shipped in the package, or a Hugging
-            Face id (owner/name).
+            speculators' layout or that of a DeepSeek-V4 target with its drafter, the name of a
+            drafter shipped in the package, or a Hugging Face id (owner/name).
         target: config and weights of the target.
-        dtype: of the loaded weights; None keeps the stored one.
+        dtype: of the loaded weights; None keeps the stored one (DeepSeek: takes the target's).
         stop_token_ids: ids that end the target's answers; the mask token must not be one.
 
     Returns:
@@ -70,6 +84,8 @@ def load_drafter(
     """
     directory = find_drafter(path_or_name)
     raw = read_object(directory / "config.json")
+    if is_deepseek(raw):
+        return _load_deepseek(directory, raw, target, dtype, stop_token_ids, str(path_or_name))
     dialect = dialect_of(raw, directory)
     target_config = target[0]
     config = drafter_config(raw, directory, target_config)
@@ -80,6 +96,22 @@ def load_drafter(
         weights = read_speculators(config, tensors, target_config, dtype)
     check_fits(config, target_config, {"stop": stop_token_ids, **reserved_ids(raw)})
     return LoadedDrafter(config, weights, Path(path_or_name).name)
+
+
+def _load_deepseek(
+    directory: Path,
+    raw: dict[str, Any],
+    target: tuple[Any, Any],
+    dtype: Any | None,
+    stop_token_ids: tuple[int, ...],
+    name: str,
+) -> LoadedDrafter:
+    """The drafter of a DeepSeek-V4 checkpoint, by default in the dtype of its target."""
+    config = deepseek_v4_drafter_config(raw, directory)
+    check_fits_v4(config, target[0], stop_token_ids)
+    embed = target[0].family.input_embedding(target[1])
+    weights = deepseek_v4_drafter_weights(config, directory, dtype or embed.dtype)
+    return LoadedDrafter(config, weights, Path(name).name)
 
 
 def save_drafter(

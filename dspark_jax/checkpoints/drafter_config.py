@@ -2,7 +2,8 @@
 
 Three spellings exist: DeepSpec's flat ``config.json``, the same with the drafter's own fields
 nested under ``dflash_config``, and speculators' with the layers nested under
-``transformer_layer_config`` and layer ids one higher. DeepSeek's ``dspark_*`` is recognised.
+``transformer_layer_config`` and layer ids one higher. DeepSeek's ``dspark_*`` describes another
+kind of drafter (``drafter_deepseek_v4``).
 """
 
 from __future__ import annotations
@@ -39,21 +40,26 @@ _INT_FIELDS = (
 
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` describes a drafter, of whatever dialect, and not a target."""
+    """Whether a ``config.json`` describes a drafter and not a target (or, DeepSeek's, both)."""
     marks = {"target_layer_ids", "dflash_config", "speculators_config", "speculators_model_type"}
-    return any(name in marks or name.startswith("dspark_") for name in raw)
+    return any(name in marks for name in raw)
+
+
+def is_deepseek(raw: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes a DeepSeek target with its drafter beside it."""
+    return any(name.startswith("dspark_") for name in raw)
 
 
 def dialect_of(raw: Mapping[str, Any], where: Path | str) -> Dialect:
     """Which dialect a ``config.json`` is written in.
 
     Raises:
-        ValueError: DeepSeek's dialect, which is not supported yet, or no drafter at all.
+        ValueError: DeepSeek's dialect, whose drafters are of another kind, or no drafter at all.
     """
-    if any(name.startswith("dspark_") for name in raw):
+    if is_deepseek(raw):
         raise ValueError(
             f"{where} is a DeepSeek checkpoint with DSpark layers (dspark_* fields, mtp.* "
-            "tensors): this dialect is not supported yet; supported: deepspec, speculators"
+            "tensors), wanted the config of a drafter alone; load_drafter reads both"
         )
     if "speculators_model_type" in raw or "speculators_config" in raw:
         return "speculators"

@@ -70,3 +70,24 @@ def random_tensors(
         return (scale * random.normal(size=shape)).astype(np.float32)
 
     return {name: tensor(name, shape) for name, shape in shapes.items()}
+
+
+def deepseek_fields(config: DeepseekV4Config) -> dict[str, Any]:
+    """The ``config.json`` that DeepSeek would write for it."""
+    fields = dataclasses.asdict(config)
+    yarn = fields.pop("compress_yarn")
+    if yarn is not None:
+        fields["rope_scaling"] = {"type": "yarn", **yarn}
+    fields["compress_ratios"] = list(config.compress_ratios)
+    return {
+        "model_type": "deepseek_v4",
+        "num_key_value_heads": 1,
+        "n_shared_experts": 1,
+        "hidden_act": "silu",
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        **fields,
+    }

@@ -137,10 +137,10 @@ def test_causal_blocks_inside_a_window_are_refused(speculators):
         drafter_config(speculators, "somewhere", TARGET)
 
 
-def test_deepseeks_dialect_is_named_and_refused():
+def test_a_deepseek_target_with_its_drafter_is_not_the_config_of_a_drafter_alone():
     raw = {"model_type": "deepseek_v4", "dspark_block_size": 5, "dspark_target_layer_ids": [37]}
-    assert is_drafter(raw)
-    with pytest.raises(ValueError, match=r"DeepSeek.*not supported yet.*deepspec, speculators"):
+    assert not is_drafter(raw)
+    with pytest.raises(ValueError, match=r"DeepSeek checkpoint.*wanted .* drafter alone"):
         drafter_config(raw, "somewhere")
 
 

@@ -60,7 +60,7 @@ def rotate_tail(
     if inverse:
         sin = -sin
     head, tail = jnp.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
-    pairs = tail.astype(jnp.float32).reshape(*tail.shape[:-1], -1, 2)
+    pairs = tail.astype(jnp.float32).reshape(*tail.shape[:-1], cos.shape[-1], 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
     return jnp.concatenate([head, turned.reshape(tail.shape).astype(x.dtype)], axis=-1)
