@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from dspark_jax.decode.request import Request as Request
     from dspark_jax.decode.request import SamplingParams as SamplingParams
     from dspark_jax.decode.session import Generator as Generator
+    from dspark_jax.engine.config import EngineConfig as EngineConfig
+    from dspark_jax.engine.engine import Engine as Engine
 
 __version__ = "0.1.0"
 
 # Loaded on first use: the command line answers --help without importing JAX.
 _PUBLIC = {
     "Completion": "dspark_jax.decode.request",
+    "Engine": "dspark_jax.engine.engine",
+    "EngineConfig": "dspark_jax.engine.config",
     "Generator": "dspark_jax.decode.session",
     "Request": "dspark_jax.decode.request",
     "SamplingParams": "dspark_jax.decode.request",

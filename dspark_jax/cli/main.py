@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "calibrate": Subcommand(
         "dspark_jax.cli.calibrate", "Fit the temperatures of a confidence head."
     ),
+    "profile": Subcommand("dspark_jax.cli.profile", "Time the steps of serving: a cost table."),
     "demo": Subcommand("dspark_jax.cli.demo", "Plain and DSpark decoding side by side."),
     "version": Subcommand("dspark_jax.cli.version", "Versions of the package and of JAX."),
 }

@@ -19,9 +19,14 @@ class StepConfig:
         mode: what is verified and what is committed (docs/verification.md).
         k: drafts walked and verified per block; None means the drafter's block size.
         policy: which confidences decide the budget (docs/budget.md).
+        threshold: None, or 0..1: instead of a budget, a window ends before the first draft whose
+            calibrated confidence, given all before it, is not above this. Exact: what is verified
+            at a position depends on the drafts before it alone.
         lag: age in steps of the confidences that policy "lagged" decides by; at least 1.
         buckets: ascending token counts of the compact verify batch. The last one holds
             every slot's full window. Empty means that one bucket.
+        fill: verify as many drafts more as fit into the bucket that the budget needs, if they have
+            been walked. The bucket is as old as the budget, so this is exact.
         walk_caps: ascending draft depths the sequential head may stop at; the last is the
             full depth. Empty means that one. 0 is always possible (a step without drafts).
         sampled: False promises that every request is greedy; no noise is then drawn.
@@ -35,8 +40,10 @@ class StepConfig:
     mode: Mode
     k: int | None = None
     policy: Policy = "lagged"
+    threshold: float | None = None
     lag: int = 1
     buckets: tuple[int, ...] = ()
+    fill: bool = False
     walk_caps: tuple[int, ...] = ()
     sampled: bool = True
     filtered: bool = True
@@ -49,6 +56,19 @@ class StepConfig:
         if self.policy not in get_args(Policy):
             raise ValueError(
                 f"policy is {self.policy!r}; wanted one of {', '.join(get_args(Policy))}"
+            )
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; wanted a probability, 0..1, or None")
+        if self.threshold is not None and not self.adaptive:
+            raise ValueError(
+                f'threshold is {self.threshold} in mode {self.mode!r}; wanted mode "compact" or '
+                '"cap-accept", whose windows it decides'
+            )
+        if self.fill and (self.mode, self.policy, self.threshold) != ("compact", "lagged", None):
+            raise ValueError(
+                f"fill is on with mode {self.mode!r}, policy {self.policy!r} and threshold "
+                f'{self.threshold}; wanted mode "compact", policy "lagged" and no threshold: only '
+                "there the bucket is known before the drafts"
             )
         if self.lag < 1:
             raise ValueError(f"lag is {self.lag}; wanted at least 1 step")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from dspark_jax.decode import state as states
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.interrupt import Interrupt
-from dspark_jax.decode.request import Completion, FinishReason, SamplingParams, TokenLogprob
-from dspark_jax.decode.slots import Admission, Rows, SlotPrograms, Status
-from dspark_jax.decode.stops import StopAwareStream, find_stop
+from dspark_jax.decode.job import Job
+from dspark_jax.decode.request import Completion, FinishReason, TokenLogprob
+from dspark_jax.decode.slots import Rows, SlotPrograms, Status
+from dspark_jax.decode.stops import find_stop
 from dspark_jax.text.text import Text
 
 UNWATCHED = 4
 """How much longer a chunk of steps may be when no text is streamed and no stop string watched."""
-
-INT32_MAX = 2**31 - 1
-"""Limits on the device are int32; no vocabulary and no context is larger than this."""
 
 FINISH: dict[int, FinishReason] = {
     states.RUNNING: "abort",
@@ -26,31 +23,6 @@ FINISH: dict[int, FinishReason] = {
     states.LENGTH: "length",
     states.CONTEXT: "context",
 }
-
-
-@dataclasses.dataclass
-class Job:
-    """A request inside the session; ``stream`` is set when its text is shown as it grows."""
-
-    index: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    seed: int
-    stop_ids: tuple[int, ...]
-    stream: StopAwareStream | None = None
-
-    def admission(self, slot: int) -> Admission:
-        """The device's view of the request."""
-        return Admission(
-            slot=slot,
-            prompt_ids=self.prompt_ids,
-            temperature=self.params.temperature,
-            top_k=min(self.params.top_k, INT32_MAX),
-            top_p=self.params.top_p,
-            seed=self.seed,
-            max_new_tokens=min(self.params.max_new_tokens, INT32_MAX),
-            stop_ids=self.stop_ids,
-        )
 
 
 class Run:
@@ -198,7 +170,7 @@ class Run:
             else:
                 (emitted, text), reason = found, "stop"
                 token_ids = token_ids[:emitted]
-                commits = _cut(commits, emitted)
+                commits = cut_commits(commits, emitted)
         return Completion(
             prompt_ids=job.prompt_ids,
             token_ids=tuple(token_ids),
@@ -214,7 +186,7 @@ class Run:
         )
 
 
-def _cut(commits: Sequence[int], tokens: int) -> list[int]:
+def cut_commits(commits: Sequence[int], tokens: int) -> list[int]:
     """Commits per step of the first ``tokens`` tokens."""
     kept: list[int] = []
     for count in commits:

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from dspark_jax.calibration.file import Calibration, load_calibration
+from dspark_jax.calibration.file import Calibration
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.config import Mode, Policy, StepConfig
 from dspark_jax.decode.interrupt import Interrupt
-from dspark_jax.decode.request import (
-    MAX_STOP_IDS,
-    Completion,
-    Request,
-    SamplingParams,
-    check_whole,
-    refuse,
+from dspark_jax.decode.job import Job, make_job
+from dspark_jax.decode.request import Completion, Request, SamplingParams, check_whole, refuse
+from dspark_jax.decode.run import Run
+from dspark_jax.decode.setup import (
+    cache_dtype,
+    check_pair,
+    compact_buckets,
+    context_limit,
+    default_mode,
+    depth_caps,
+    resolve_calibration,
+    tables_for,
+    variant,
 )
-from dspark_jax.decode.run import Job, Run
 from dspark_jax.decode.slots import SlotPrograms
 from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
-from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.validate import check_fits
-from dspark_jax.schedule.cost import CostTables, load_costs, no_costs, with_calibration
+from dspark_jax.schedule.cost import CostTables
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 2048
 STREAM_STEPS = 4
 """Steps between two looks at a streamed answer."""
 
@@ -100,15 +97,15 @@ class Generator:
         for name, value in (("lag", lag), ("k", k), ("max_context", max_context)):
             if value is not None:
                 check_whole(name, value)
-        mode = mode or _default_mode(drafter)
+        mode = mode or default_mode(drafter)
         if mode == "off":
             drafter = None
         self.target, self.drafter = target, drafter
-        self.context = _context(target.config, max_context)
+        self.context = context_limit(target.config, max_context)
         self.allow_biased = allow_biased
         self.chunk_steps = chunk_steps
         if drafter is not None:
-            _check_pair(target, drafter)
+            check_pair(target, drafter)
         config = StepConfig(
             target=target.config,
             drafter=None if drafter is None else drafter.config,
@@ -119,13 +116,14 @@ class Generator:
             record_confidences=record_confidences,
         )
         if config.mode == "compact":
-            config = dataclasses.replace(config, buckets=_buckets(buckets, batch, config.width))
-        dtype = config.target.family.input_embedding(target.weights).dtype
-        self._calibration = calibration
-        tables = self._tables(config, cost_table, batch, dtype)
+            config = dataclasses.replace(
+                config, buckets=compact_buckets(buckets, batch, config.width)
+            )
+        self._calibration = resolve_calibration(calibration, drafter)
+        tables = tables_for(target, drafter, config, cost_table, self._calibration, batch=batch)
         if config.adaptive:
             config = dataclasses.replace(
-                config, walk_caps=_walk_caps(walk_caps, config.depth, cost_table is not None)
+                config, walk_caps=depth_caps(walk_caps, config.depth, cost_table is not None)
             )
             if cost_table is None:
                 logger.warning("no cost table: every drafted token is verified")
@@ -135,7 +133,7 @@ class Generator:
             tables=tables,
             slots=batch,
             context=self.context,
-            dtype=dtype,
+            dtype=cache_dtype(target),
         )
         self._told: set[str] = set()
 
@@ -200,106 +198,23 @@ class Generator:
                 run.until_done(own)
         return run.completions()
 
-    def _tables(
-        self, config: StepConfig, cost_table: CostTables | str | Path | None, batch: int, dtype: Any
-    ) -> CostTables:
-        """Costs and temperatures for the drafts this session walks."""
-        if self.drafter is None:
-            return no_costs(batch, 0)
-        block_size = self.drafter.config.block_size
-        if cost_table is None:
-            tables = no_costs(batch, block_size)
-        elif isinstance(cost_table, CostTables):
-            tables = cost_table
-            found = (tables.verify.shape[1], tables.draft.shape[1], tables.temperatures.shape[1])
-            wanted = (batch * (block_size + 1) + 1, batch + 1, block_size)
-            if found != wanted:
-                raise ValueError(
-                    f"cost tables cover (verify sizes, draft sizes, positions) {found}; a batch "
-                    f"of {batch} and block size {block_size} want {wanted}"
-                )
-        else:
-            tables = load_costs(
-                cost_table,
-                slots=batch,
-                block_size=block_size,
-                buckets=config.buckets or None,
-                device=jax.devices()[0].device_kind,
-                model=self.target.name,
-                dtype=np.dtype(dtype).name,
-            )
-        if self._calibration is not None:
-            if not isinstance(self._calibration, Calibration):
-                self._calibration = load_calibration(self._calibration, block_size=block_size)
-            tables = with_calibration(tables, self._calibration)
-        shorter = tables.temperatures[:, : config.depth]
-        return dataclasses.replace(tables, temperatures=shorter)
-
     def _variant(self, params: Sequence[SamplingParams]) -> StepConfig:
         """The step that serves these requests and does nothing they do not need."""
-        wanted = [one.logprobs for one in params if one.logprobs is not None]
-        sampled = [one for one in params if one.temperature > 0]
-        return dataclasses.replace(
-            self.config,
-            sampled=bool(sampled),
-            filtered=any(one.top_k > 0 or one.top_p < 1 for one in sampled),
-            logprobs=max(wanted) if wanted else None,
-        )
+        return variant(self.config, params)
 
     def _job(self, index: int, request: Request) -> Job:
         """Check a request and encode its prompt."""
-        params, text = request.params, self.target.text
-        where = f"request {index}"
-        if isinstance(request.prompt, str):
-            if text is None:
-                raise ValueError(
-                    f"{where} has a text prompt, but target {self.target.name} has no tokenizer: "
-                    "give token ids"
-                )
-            prompt_ids = tuple(text.encode(request.prompt))
-        else:
-            prompt_ids = tuple(request.prompt)
-        if not prompt_ids:
-            raise ValueError(f"{where} has an empty prompt; wanted at least one token")
-        vocab_size = self.target.config.vocab_size
-        stop_ids = tuple(dict.fromkeys((*self.target.stop_token_ids, *params.stop_token_ids)))
-        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", stop_ids)):
-            for token_id in ids:
-                if not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
-                    raise ValueError(
-                        f"{where}: {name} holds token id {token_id!r}; the target's vocabulary "
-                        f"has ids 0..{vocab_size - 1}"
-                    )
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{where} has {len(stop_ids)} stop ids with the target's own; "
-                f"at most {MAX_STOP_IDS} are supported"
-            )
-        if len(prompt_ids) >= self.context:
-            raise ValueError(
-                f"{where} has a prompt of {len(prompt_ids)} tokens; a context of {self.context} "
-                f"holds at most {self.context - 1} and an answer"
-            )
-        if params.logprobs is not None and params.logprobs > vocab_size:
-            raise ValueError(
-                f"{where}: logprobs is {params.logprobs}, the vocabulary has {vocab_size} tokens"
-            )
-        if params.stop and text is None:
-            raise ValueError(
-                f"{where} has stop strings {params.stop}, but target {self.target.name} has no "
-                "tokenizer: use stop_token_ids"
-            )
-        fresh = self.config.adaptive and self.config.policy == "fresh"
-        if fresh and params.temperature > 0 and not self.allow_biased:
-            raise ValueError(
-                f'{where}: policy "fresh" at temperature {params.temperature} changes the '
-                "distribution of the output; allow it with allow_biased, or use policy "
-                '"lagged" or "causal"'
-            )
+        job = make_job(
+            index,
+            request,
+            self.target,
+            self.config,
+            context=self.context,
+            allow_biased=self.allow_biased,
+        )
         if isinstance(self._calibration, Calibration) and self.config.adaptive:
-            self._tell(self._calibration.distant(params.temperature))
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        return Job(index, tuple(map(int, prompt_ids)), params, seed, stop_ids)
+            self._tell(self._calibration.distant(request.params.temperature))
+        return job
 
     def _stream_to(self, on_text: Callable[[str], None], jobs: Sequence[Job]) -> None:
         if len(jobs) != 1:
@@ -313,57 +228,3 @@ class Generator:
         if message and message not in self._told:
             self._told.add(message)
             logger.warning(message)
-
-
-def _default_mode(drafter: LoadedDrafter | None) -> Mode:
-    if drafter is None:
-        return "off"
-    return "compact" if drafter.config.enable_confidence_head else "static"
-
-
-def _context(config: Any, max_context: int | None) -> int:
-    """Tokens of prompt and answer together, within what the target was made for."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if max_context is None:
-        return DEFAULT_CONTEXT if limit is None else min(DEFAULT_CONTEXT, limit)
-    if max_context < 2:
-        raise ValueError(f"max_context is {max_context}; wanted 2 or more")
-    if limit is not None and max_context > limit:
-        raise ValueError(f"max_context is {max_context}, but the target was made for {limit}")
-    return max_context
-
-
-def _check_pair(target: LoadedTarget, drafter: LoadedDrafter) -> None:
-    if isinstance(drafter.config, DrafterConfig):
-        check_fits(drafter.config, target.config, {"stop": target.stop_token_ids})
-    elif drafter.config.vocab_size != target.config.vocab_size:
-        raise ValueError(
-            f"the drafter's vocab_size is {drafter.config.vocab_size}, "
-            f"the target has {target.config.vocab_size}"
-        )
-
-
-def _buckets(buckets: tuple[int, ...] | None, batch: int, width: int) -> tuple[int, ...]:
-    """Token counts of compact verifies; every anchor alone, and two steps up to full windows."""
-    full = batch * width
-    if buckets is None:
-        return tuple(sorted({max(batch, full // part) for part in (4, 2, 1)} | {batch}))
-    increasing = all(a < b for a, b in itertools.pairwise(buckets))
-    if not buckets or buckets[-1] != full or buckets[0] < 1 or not increasing:
-        raise ValueError(
-            f"buckets are {buckets}; wanted increasing token counts that end at {full}, "
-            f"the full windows of {batch} requests"
-        )
-    return buckets
-
-
-def _walk_caps(caps: tuple[int, ...] | None, depth: int, priced: bool) -> tuple[int, ...]:
-    """Depths the sequential head may stop at; without costs it never stops early."""
-    if caps is not None:
-        increasing = all(a < b for a, b in itertools.pairwise(caps))
-        if not caps or caps[-1] != depth or caps[0] < 1 or not increasing:
-            raise ValueError(
-                f"walk_caps are {caps}; wanted increasing depths of 1 or more that end at {depth}"
-            )
-        return caps
-    return (*(cap for cap in (1, 2, 4) if cap < depth), depth) if priced else (depth,)

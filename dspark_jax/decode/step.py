@@ -15,7 +15,7 @@ from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import Drafts, draft
 from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, Logprobs, State
-from dspark_jax.models.ragged import Packed, compact, rectangle
+from dspark_jax.models.ragged import Mixed, Packed, compact, rectangle
 from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budget
 from dspark_jax.schedule.cost import CostTables
 from dspark_jax.schedule.survival import age, calibrate, running_product
@@ -40,18 +40,30 @@ class Outcome:
         window: drafts verified for commitment.
         accepted: drafts that the verified rows accepted (in mode "cap-accept" also beyond the
             window).
+        finish: why a request ended in this step or earlier; RUNNING if it has not.
+        logprobs: of ``tokens``; None unless the config asks for them.
     """
 
     tokens: Int[Array, "S W"]
     count: Int[Array, "S"]
     window: Int[Array, "S"]
     accepted: Int[Array, "S"]
+    finish: Int[Array, "S"]
+    logprobs: Logprobs | None
 
 
 def decode_step(
-    weights: Weights, state: State, tables: CostTables, *, config: StepConfig
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    *,
+    config: StepConfig,
+    prompts: Packed | None = None,
 ) -> tuple[State, Outcome]:
     """Advance every active request by at least one token. Pure; jit with ``config`` static.
+
+    Rows of ``prompts`` ride along: they enter the caches of their slots, which must not be
+    active, and nothing else; ``cache.length`` of those slots is the caller's to set.
 
     Nothing that decides budget, bucket, draft depth or skipping depends on this step's draft
     tokens, except under policy "fresh" (docs/exactness.md).
@@ -68,8 +80,8 @@ def decode_step(
             weights, state, tables, keys, valid & state.active[:, None], config
         )
         state = state.replace(confidence_log=_log_confidences(state, drafts))
-    state, outcome = _verify_and_commit(
-        weights, state, sampling, keys, drafts, window, room, config
+    state, outcome = verify_and_commit(
+        weights, state, sampling, keys, drafts, window, room, prompts, config
     )
     return state.replace(confidences=confidences, tick=state.tick + 1), outcome
 
@@ -102,6 +114,14 @@ def _draft_and_allocate(
     full = valid.sum(axis=1).astype(jnp.int32)
     if not config.adaptive:
         return draft(weights, state, keys, config.depth, config=config), full, state.confidences
+    temperatures = nearest_temperatures(
+        tables.temperatures, tables.temperature_keys, state.requests.temperature
+    )
+    if config.threshold is not None:
+        drafts = draft(weights, state, keys, config.depth, config=config)
+        certain = calibrate(drafts.confidence, temperatures) > config.threshold
+        window = jnp.cumprod(valid & certain, axis=1).sum(axis=1).astype(jnp.int32)
+        return drafts, window, state.confidences
 
     load = Load(
         sampling=state.active.sum(),
@@ -125,13 +145,14 @@ def _draft_and_allocate(
     drafts = jax.lax.switch(tier, branches, weights, state, keys)
     drafted = jnp.arange(1, config.depth + 1)[None] <= jnp.asarray(caps)[tier]
 
-    temperatures = nearest_temperatures(
-        tables.temperatures, tables.temperature_keys, state.requests.temperature
-    )
     confidence = calibrate(drafts.confidence, temperatures)
     current = running_product(confidence)
     usable = valid & drafted
     budget = plan.budget
+    if config.fill:
+        buckets = jnp.asarray(config.buckets or (state.slots * config.width,))
+        tier = jnp.searchsorted(buckets, load.base_tokens + budget)
+        budget = buckets[tier] - load.base_tokens
     if config.policy == "causal":
         budget = causal_budget(current, usable, load, tables).budget
     elif config.policy == "fresh":
@@ -143,7 +164,7 @@ def _draft_and_allocate(
     return drafts, window, confidences
 
 
-def _verify_and_commit(
+def verify_and_commit(
     weights: Weights,
     state: State,
     sampling: Sampling,
@@ -151,13 +172,14 @@ def _verify_and_commit(
     drafts: Drafts | None,
     window: Int[Array, "S"],
     room: Int[Array, "S"],
+    prompts: Packed | None,
     config: StepConfig,
 ) -> tuple[State, Outcome]:
     """Run the target over the windows in the smallest bucket that holds them, and commit."""
 
     def run(packed: Packed, verified: Int[Array, "S"]) -> tuple[State, Outcome]:
         return _commit(
-            weights, state, sampling, keys, drafts, packed, verified, window, room, config
+            weights, state, sampling, keys, drafts, packed, verified, window, room, prompts, config
         )
 
     rows = state.anchor[:, None]
@@ -190,13 +212,17 @@ def _commit(
     verified: Int[Array, "S"],
     window: Int[Array, "S"],
     room: Int[Array, "S"],
+    prompts: Packed | None,
     config: StepConfig,
 ) -> tuple[State, Outcome]:
     """Verify one packed batch, decide what is accepted, write what is committed."""
     target = config.target.family
+    rows = packed if prompts is None else Mixed((packed, prompts))
     hidden, taps, cache = target.forward(
-        config.target, weights.target, state.cache, packed, taps=config.taps
+        config.target, weights.target, state.cache, rows, taps=config.taps
     )
+    if prompts is not None:
+        hidden = hidden[: packed.tokens.shape[0]]
     logits = target.unembed(config.target, weights.target, hidden)
     if drafts is None:
         accepted = committed = window
@@ -231,13 +257,16 @@ def _commit(
     if drafts is not None:
         kept = packed.within() < jnp.take(count, packed.request, mode="fill", fill_value=0)
         slot = jnp.where(kept, packed.slot_of_row(state.slots), state.slots)
+        if prompts is not None:
+            slot = jnp.concatenate([slot, prompts.slot_of_row(state.slots)])
         context = config.drafter.family.commit_context(
-            config.drafter, weights.drafter, state.context, taps, slot, packed.position
+            config.drafter, weights.drafter, state.context, taps, slot, rows.position
         )
     slots = jnp.arange(state.slots)
     at = jnp.where(count > 0, state.steps, state.tokens.shape[1])
     anchor = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    outcome = Outcome(tokens=tokens, count=count, window=window, accepted=accepted)
+    logprobs = _logprobs(logits, packed, tokens, config)
+    outcome = Outcome(tokens, count, window, accepted, finish, logprobs)
     state = state.replace(
         cache=target.commit(config.target, cache, length),
         context=context,
@@ -250,7 +279,7 @@ def _commit(
         windows=state.windows.at[slots, at].set(window, mode="drop"),
         accepted=state.accepted.at[slots, at].set(accepted, mode="drop"),
         commits=state.commits.at[slots, at].set(count, mode="drop"),
-        logprobs=_record_logprobs(state, logits, packed, tokens, count, config),
+        logprobs=_record_logprobs(state, logprobs, count),
     )
     return state, outcome
 
@@ -307,16 +336,11 @@ def _append(
     return buffer.at[jnp.arange(buffer.shape[0])[:, None], at].set(values, mode="drop")
 
 
-def _record_logprobs(
-    state: State,
-    logits: Float[Array, "T V"],
-    packed: Packed,
-    tokens: Int[Array, "S W"],
-    count: Int[Array, "S"],
-    config: StepConfig,
+def _logprobs(
+    logits: Float[Array, "T V"], packed: Packed, tokens: Int[Array, "S W"], config: StepConfig
 ) -> Logprobs | None:
-    """Log-softmax of the raw target logits: row w of a window emits its token w."""
-    if state.logprobs is None or config.logprobs is None:
+    """Log-softmax of the raw target logits, by request: row w of a window emits its token w."""
+    if config.logprobs is None:
         return None
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     emitted = jnp.take(tokens, packed.request, axis=0, mode="clip")
@@ -324,12 +348,17 @@ def _record_logprobs(
     chosen = jnp.take_along_axis(logits, emitted, axis=-1)[:, 0] - normalizer
     values, ids = jax.lax.top_k(logits, config.logprobs)
     values = values - normalizer[:, None]
+    return Logprobs(packed.unpack(chosen), packed.unpack(ids), packed.unpack(values))
 
-    def append(buffer: Array, rows: Array) -> Array:
-        return _append(buffer, state.emitted, count, packed.unpack(rows))
 
-    return Logprobs(
-        chosen=append(state.logprobs.chosen, chosen),
-        top_ids=append(state.logprobs.top_ids, ids),
-        top_values=append(state.logprobs.top_values, values),
+def _record_logprobs(
+    state: State, logprobs: Logprobs | None, count: Int[Array, "S"]
+) -> Logprobs | None:
+    """Append this step's logprobs to the record, if one is kept."""
+    if state.logprobs is None or logprobs is None:
+        return None
+    return jax.tree.map(
+        lambda buffer, values: _append(buffer, state.emitted, count, values),
+        state.logprobs,
+        logprobs,
     )

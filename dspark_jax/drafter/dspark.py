@@ -15,13 +15,27 @@ from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.heads import start_state, vocabulary_logits, walk_position
 from dspark_jax.drafter.weights import ContextCache, DrafterWeights
 from dspark_jax.models.layers import linear
+from dspark_jax.models.pages import PagePool, place
+from pallas_kernels.paged_attention.reference import rows_of
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.row_linear import rms_linear
 
 
 def init_context(config: DrafterConfig, slots: int, capacity: int, dtype: Any) -> ContextCache:
     """An empty context cache for ``slots`` requests of ``capacity`` rows."""
-    shape = (slots, config.num_key_value_heads, capacity, config.head_dim)
+    return _empty_context(config, slots, capacity, dtype)
+
+
+def init_context_pages(
+    config: DrafterConfig, slots: int, pool: PagePool, dtype: Any
+) -> ContextCache:
+    """An empty paged context cache: no slot has a page."""
+    context = _empty_context(config, pool.count, pool.size, dtype)
+    return context.replace(table=pool.empty_table(slots))
+
+
+def _empty_context(config: DrafterConfig, pages: int, rows: int, dtype: Any) -> ContextCache:
+    shape = (pages, config.num_key_value_heads, rows, config.head_dim)
     layers = range(config.num_hidden_layers)
     return ContextCache(
         keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
@@ -43,14 +57,15 @@ def commit_context(
     """
     projected = linear(taps.astype(weights.fc.dtype), weights.fc)
     phases = phases_at(config, position)
+    page, offset = place(context.table, slot, position, context.keys[0].shape[2])
     written = [
         rope_write(
             rms_linear(projected, weights.hidden_norm, layer.kv, eps=config.rms_norm_eps),
             *phases,
             keys,
             values,
-            slot,
-            position,
+            page,
+            offset,
             k_norm=layer.k_norm,
             eps=config.rms_norm_eps,
             # A row that is masked out still meets a zero weight in attention, which does not
@@ -59,7 +74,7 @@ def commit_context(
         )
         for layer, keys, values in zip(weights.layers, context.keys, context.values, strict=True)
     ]
-    return ContextCache(
+    return context.replace(
         keys=tuple(keys for _, keys, _ in written),
         values=tuple(values for _, _, values in written),
     )
@@ -80,7 +95,12 @@ def block_hidden(
     masks = jnp.full((anchor.shape[0], config.block_size - 1), config.mask_token_id, anchor.dtype)
     tokens = jnp.concatenate([anchor[:, None], masks], axis=1)
     embeddings = embed_tokens(weights, embed, tokens)
-    kv = tuple(zip(context.keys, context.values, strict=True))
+    keys, values = context.keys, context.values
+    if context.table is not None:
+        keys, values = (
+            tuple(rows_of(pool, context.table) for pool in pools) for pools in (keys, values)
+        )
+    kv = tuple(zip(keys, values, strict=True))
     hidden = block_hidden_from_context(config, weights, embeddings[:, None], kv, start[:, None])
     return hidden[:, 0]
 

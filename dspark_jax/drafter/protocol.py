@@ -14,12 +14,18 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.models.pages import PagePool
+
 
 class DrafterFamily(Protocol):
     """Functions of a drafter family. ``config`` is always the static first argument."""
 
     def init_context(self, config: Any, slots: int, capacity: int, dtype: Any) -> Any:
         """An empty context cache for ``slots`` requests of ``capacity`` rows."""
+        ...
+
+    def init_context_pages(self, config: Any, slots: int, pool: PagePool, dtype: Any) -> Any:
+        """An empty paged context cache with a ``table``. Only the engine asks for it."""
         ...
 
     def commit_context(

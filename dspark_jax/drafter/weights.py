@@ -69,7 +69,12 @@ class DrafterWeights:
 
 @flax.struct.dataclass
 class ContextCache:
-    """Keys and values of injected context, one array a layer; committed rows only."""
+    """Keys and values of injected context, one array a layer; committed rows only.
 
-    keys: tuple[Float[Array, "S N K E"], ...]
-    values: tuple[Float[Array, "S N K E"], ...]
+    B pages of P rows. ``table`` names the pages of every slot (``models.pages``); None means that
+    slot s has one page, page s.
+    """
+
+    keys: tuple[Float[Array, "B N P E"], ...]
+    values: tuple[Float[Array, "B N P E"], ...]
+    table: Int[Array, "S C"] | None = None

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.layers import linear, rms_norm, rope_phases
-from dspark_jax.models.ragged import Packed
+from dspark_jax.models.pages import PagePool, place
+from dspark_jax.models.ragged import Mixed, Packed
 from dspark_jax.models.weights import DenseCache, DenseWeights
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import rope_write
@@ -18,12 +19,25 @@ from pallas_kernels.row_linear import linear_add, rms_linear
 
 def init_cache(config: DenseConfig, slots: int, capacity: int, dtype: Any) -> DenseCache:
     """An empty cache for ``slots`` requests of ``capacity`` rows each."""
-    shape = (slots, config.num_key_value_heads, capacity, config.head_dim)
+    return _empty_cache(config, slots, capacity, dtype, jnp.zeros(slots, jnp.int32))
+
+
+def init_pages(config: DenseConfig, slots: int, pool: PagePool, dtype: Any) -> DenseCache:
+    """An empty paged cache: no slot has a page."""
+    length = jnp.zeros(slots, jnp.int32)
+    cache = _empty_cache(config, pool.count, pool.size, dtype, length)
+    return cache.replace(table=pool.empty_table(slots))
+
+
+def _empty_cache(
+    config: DenseConfig, pages: int, rows: int, dtype: Any, length: Int[Array, "S"]
+) -> DenseCache:
+    shape = (pages, config.num_key_value_heads, rows, config.head_dim)
     layers = range(config.num_hidden_layers)
     return DenseCache(
         keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
         values=tuple(jnp.zeros(shape, dtype) for _ in layers),
-        length=jnp.zeros(slots, jnp.int32),
+        length=length,
     )
 
 
@@ -31,7 +45,7 @@ def forward(
     config: DenseConfig,
     weights: DenseWeights,
     cache: DenseCache,
-    packed: Packed,
+    packed: Packed | Mixed,
     *,
     taps: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "T D"], Float[Array, "T n*D"], DenseCache]:
@@ -58,8 +72,10 @@ def forward(
             )
     slot_count = cache.length.shape[0]
     slot = packed.slot_of_row(slot_count)
+    page, offset = place(cache.table, slot, packed.position, cache.keys[0].shape[2])
     real = (slot >= 0) & (slot < slot_count)
-    position = packed.unpack(jnp.where(real, packed.position, -1), fill=-1)
+    limits = packed.split(jnp.where(real, packed.position, -1))
+    limits = [part.unpack(limit, -1) for part, limit in zip(packed.parts, limits, strict=True)]
     phases = rope_phases(packed.position, config.head_dim, config.rope_theta, config.rope_scaling)
     hidden = jnp.take(weights.embed, packed.tokens, axis=0)
     outputs = {-1: hidden} if -1 in taps else {}
@@ -70,16 +86,24 @@ def forward(
             *phases,
             keys[index],
             values[index],
-            slot,
-            packed.position,
+            page,
+            offset,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             eps=config.rms_norm_eps,
         )
-        attended = packed.pack(
-            paged_attention(
-                packed.unpack(query), keys[index], values[index], position, packed.slots
+        attended = packed.join(
+            part.pack(
+                paged_attention(
+                    part.unpack(rows),
+                    keys[index],
+                    values[index],
+                    limit,
+                    part.slots,
+                    cache.table,
+                )
             )
+            for part, rows, limit in zip(packed.parts, packed.split(query), limits, strict=True)
         )
         hidden = linear_add(attended.reshape(hidden.shape[0], -1), layer.out, hidden)
         gated = rms_linear(
@@ -94,7 +118,7 @@ def forward(
         else jnp.zeros((hidden.shape[0], 0), hidden.dtype)
     )
     final = rms_norm(hidden, weights.norm, config.rms_norm_eps)
-    return final, tapped, DenseCache(tuple(keys), tuple(values), cache.length)
+    return final, tapped, cache.replace(keys=tuple(keys), values=tuple(values))
 
 
 def unembed(
@@ -106,7 +130,7 @@ def unembed(
 
 def commit(config: DenseConfig, cache: DenseCache, length: Int[Array, "S"]) -> DenseCache:
     """Set the committed length of every slot; rows past it become scratch."""
-    return DenseCache(cache.keys, cache.values, length.astype(jnp.int32))
+    return cache.replace(length=length.astype(jnp.int32))
 
 
 def output_embedding(weights: DenseWeights) -> Float[Array, "V D"]:

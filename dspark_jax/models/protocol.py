@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.models.pages import PagePool
 from dspark_jax.models.ragged import Packed
 
 Weights = Any
@@ -23,11 +24,16 @@ class TargetFamily(Protocol):
         """An empty cache: ``slots`` requests of ``capacity`` rows each; ``length`` all 0."""
         ...
 
+    def init_pages(self, config: Any, slots: int, pool: PagePool, dtype: Any) -> Cache:
+        """An empty paged cache with a ``table`` (``models.pages``). Only the engine asks for it."""
+        ...
+
     def forward(
         self, config: Any, weights: Weights, cache: Cache, packed: Packed, *, taps: tuple[int, ...]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T n*D"], Cache]:
         """Run packed rows, write their cache rows, leave ``cache.length`` alone.
 
+        A family with ``init_pages`` takes `models.ragged.Mixed` for ``packed`` as well.
         Returns hidden states after the final norm, the concatenated outputs of the layers in
         ``taps`` (-1 = embedding output, i = residual stream after layer i), and the cache.
         """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -32,6 +35,20 @@ class Packed:
     slots: Int[Array, "A"] | None = None
     rectangular: bool = flax.struct.field(pytree_node=False, default=False)
 
+    @property
+    def parts(self) -> tuple[Packed]:
+        """The batches of one shape that this one is made of: itself."""
+        return (self,)
+
+    def split(self, values: Array) -> list[Array]:
+        """``[T, ...]`` by part."""
+        return [values]
+
+    def join(self, values: Iterable[Array]) -> Array:
+        """The inverse of ``split``."""
+        (only,) = values
+        return only
+
     def unpack(self, values: Array, fill: float = 0.0) -> Array:
         """``[T, ...]`` packed rows to ``[A, W, ...]``; absent rows hold ``fill``."""
         if self.rectangular:
@@ -58,6 +75,41 @@ class Packed:
         if self.slots is None:
             return jnp.where(self.request < self.row.shape[0], self.request, slot_count)
         return jnp.take(self.slots, self.request, mode="fill", fill_value=slot_count)
+
+
+@flax.struct.dataclass
+class Mixed:
+    """Batches of different widths forwarded together, the rows of one after those of another.
+
+    Windows of decoding requests and long pieces of prompts share the linear layers this way and
+    unpack apart. Several requests of a part may name the same slot: pieces of one prompt at
+    consecutive positions see each other as rows of one request do.
+    """
+
+    parts: tuple[Packed, ...]
+
+    @property
+    def tokens(self) -> Int[Array, "T"]:
+        """Token ids of all rows."""
+        return jnp.concatenate([part.tokens for part in self.parts])
+
+    @property
+    def position(self) -> Int[Array, "T"]:
+        """Absolute positions of all rows."""
+        return jnp.concatenate([part.position for part in self.parts])
+
+    def slot_of_row(self, slot_count: int) -> Int[Array, "T"]:
+        """As `Packed.slot_of_row`."""
+        return jnp.concatenate([part.slot_of_row(slot_count) for part in self.parts])
+
+    def split(self, values: Array) -> list[Array]:
+        """``[T, ...]`` by part."""
+        ends = list(itertools.accumulate(part.tokens.shape[0] for part in self.parts))
+        return jnp.split(values, ends[:-1])
+
+    def join(self, values: Iterable[Array]) -> Array:
+        """The inverse of ``split``."""
+        return jnp.concatenate(list(values))
 
 
 def rectangle(

@@ -46,17 +46,19 @@ class DenseWeights:
 
 @flax.struct.dataclass
 class DenseCache:
-    """Keys and values, one array a layer, ``[S, N, K, E]`` (K = context rows).
+    """Keys and values, one array a layer, ``[B, N, P, E]``: B pages of P rows.
 
     ``length`` counts committed rows; rows at or past it are scratch and never attended
-    except by the batch that wrote them.
+    except by the batch that wrote them. ``table`` names the pages of every slot
+    (``models.pages``); None means that slot s has one page, page s.
     """
 
-    keys: tuple[Float[Array, "S N K E"], ...]
-    values: tuple[Float[Array, "S N K E"], ...]
+    keys: tuple[Float[Array, "B N P E"], ...]
+    values: tuple[Float[Array, "B N P E"], ...]
     length: Int[Array, "S"]
+    table: Int[Array, "S C"] | None = None
 
     @property
     def capacity(self) -> int:
         """Rows a request can hold, scratch included."""
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[2] * (1 if self.table is None else self.table.shape[1])

@@ -102,6 +102,7 @@ def load_costs(
     slots: int,
     block_size: int,
     buckets: tuple[int, ...] | None,
+    prompt_rows: int = 0,
     device: str,
     model: str,
     dtype: str,
@@ -109,7 +110,8 @@ def load_costs(
     """Read a cost table for an engine of ``slots`` requests.
 
     ``buckets`` are the token counts the engine pads a verify to (None: it does not pad), so
-    n tokens cost what their bucket costs. Temperatures are the identity; see
+    n tokens cost what their bucket costs. ``prompt_rows`` more tokens ride in every verify and are
+    part of its cost, not of n. Temperatures are the identity; see
     ``with_calibration``.
 
     Raises:
@@ -139,6 +141,7 @@ def load_costs(
         bucket = np.searchsorted(np.asarray(buckets), tokens, side="left")
         padded = np.asarray(buckets)[np.minimum(bucket, len(buckets) - 1)]
         tokens = np.maximum(tokens, padded)
+    tokens = tokens + prompt_rows
     identity = no_costs(slots, block_size)
     return dataclasses.replace(
         identity,

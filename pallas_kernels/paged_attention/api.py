@@ -16,10 +16,11 @@ Implementation = Literal["xla", "mosaic"]
 
 def paged_attention(
     query: Float[Array, "A W H E"],
-    keys: Float[Array, "S N K E"],
-    values: Float[Array, "S N K E"],
+    keys: Float[Array, "B N P E"],
+    values: Float[Array, "B N P E"],
     position: Int[Array, "A W"],
     slots: Int[Array, "A"] | None = None,
+    table: Int[Array, "S C"] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "A W H E"]:
@@ -31,15 +32,17 @@ def paged_attention(
 
     Args:
         query: W rows of A requests, positions already encoded.
-        keys: cache rows of S slots, the rows of this call already written.
+        keys: cache rows in B pages of P rows, the rows of this call already written.
         values: as ``keys``.
-        position: absolute position of each query row, below K; -1 in padding rows, which get
-            zeros.
+        position: absolute position of each query row, below C*P (P without a table); -1 in
+            padding rows, which get zeros.
         slots: cache slot of each request; a request with a slot outside ``0..S-1`` is padding
             and gets zeros. None when request a is slot a (then A = S).
+        table: the page of rows ``0..P-1`` of each slot, of rows ``P..2P-1``, and so on; negative
+            where there is none, which no position may reach. None when slot s is page s.
         implementation: ``"xla"`` runs anywhere and can be differentiated if every cache row is
             finite; ``"mosaic"`` needs a Hopper GPU, bf16, E of 64 or 128, ``W * H / N <= 64``
-            and K a multiple of 64. None takes mosaic where it can run and xla elsewhere.
+            and P a multiple of 64. None takes mosaic where it can run and xla elsewhere.
 
     Returns:
         ``[A, W, H, E]`` in the dtype of ``query``.
@@ -48,7 +51,7 @@ def paged_attention(
         ValueError: shapes disagree, or ``implementation`` is unknown.
         NotImplementedError: ``"mosaic"`` was asked for and cannot run.
     """
-    _check_shapes(query, keys, values, position, slots)
+    _check_shapes(query, keys, values, position, slots, table)
     wanted = choose(
         "paged_attention",
         "mosaic",
@@ -57,7 +60,7 @@ def paged_attention(
         lambda: missing_hopper() or mosaic_gpu.unsupported(query, keys, values),
     )
     run = {"xla": reference.paged_attention, "mosaic": mosaic_gpu.paged_attention}[wanted]
-    return run(query, keys, values, position, slots)
+    return run(query, keys, values, position, slots, table)
 
 
 def _check_shapes(
@@ -66,14 +69,18 @@ def _check_shapes(
     values: jax.Array,
     position: jax.Array,
     slots: jax.Array | None,
+    table: jax.Array | None,
 ) -> None:
     if query.ndim != 4 or keys.ndim != 4:
         raise ValueError(
             f"query and keys have {query.ndim} and {keys.ndim} axes, wanted [A, W, H, E] and "
-            "[S, N, K, E]"
+            "[B, N, P, E]"
         )
+    if table is not None and table.ndim != 2:
+        raise ValueError(f"table has shape {table.shape}, wanted [S, C]")
     requests, width, heads, head_dim = query.shape
-    slot_count, kv_heads, _, key_dim = keys.shape
+    pages, kv_heads, _, key_dim = keys.shape
+    slot_count = pages if table is None else table.shape[0]
     if values.shape != keys.shape:
         raise ValueError(f"values have shape {values.shape}, wanted that of keys, {keys.shape}")
     if key_dim != head_dim:

@@ -46,7 +46,7 @@ class Tuning:
     """How a block walks over the keys.
 
     Attributes:
-        tile: keys of a tile; the cache capacity must be a multiple of it.
+        tile: keys of a tile; the rows of a page must be a multiple of it.
         stages: tiles of keys and of values in flight per block.
         splits: blocks that share one request and key/value head; None picks by the shape.
     """
@@ -67,7 +67,7 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot take these operands, naming the value found and wanted, or None."""
     _, width, heads, head_dim = query.shape
-    kv_heads, capacity = keys.shape[1:3]
+    kv_heads, page_size = keys.shape[1:3]
     rows = width * heads // kv_heads
     for name, operand in (("query", query), ("keys", keys), ("values", values)):
         if operand.dtype != jnp.bfloat16:
@@ -76,8 +76,8 @@ def unsupported(
         return f"head width E is {head_dim}, wanted one of {HEAD_DIMS}"
     if rows > ROWS:
         return f"query rows per key/value head W*H/N are {rows}, wanted at most {ROWS}"
-    if capacity % tuning.tile:
-        return f"cache capacity K is {capacity}, wanted a multiple of {tuning.tile}"
+    if page_size % tuning.tile:
+        return f"rows of a page P are {page_size}, wanted a multiple of {tuning.tile}"
     return None
 
 
@@ -93,10 +93,11 @@ def split_count(blocks: int, capacity: int, tile: int) -> int:
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
 def paged_attention(
     query: Float[Array, "A W H E"],
-    keys: Float[Array, "S N K E"],
-    values: Float[Array, "S N K E"],
+    keys: Float[Array, "B N P E"],
+    values: Float[Array, "B N P E"],
     position: Int[Array, "A W"],
     slots: Int[Array, "A"] | None,
+    table: Int[Array, "S C"] | None = None,
     *,
     tuning: Tuning = DEFAULT,
     interpret: Any = False,
@@ -111,11 +112,14 @@ def paged_attention(
         values: bf16 cached values.
         position: absolute position of each query row, -1 in padding rows.
         slots: cache slot of each request, or None for slot a of request a.
+        table: pages of each slot, or None for page s of slot s.
         tuning: see `Tuning`.
         interpret: GPU interpreter parameters, to run the kernel on a CPU.
     """
     requests, width, heads, _ = query.shape
-    slot_count, kv_heads, capacity, _ = keys.shape
+    pages, kv_heads, page_size, _ = keys.shape
+    slot_count, columns = (pages, 1) if table is None else table.shape
+    capacity = columns * page_size
     group = heads // kv_heads
     limit = jnp.minimum(position, capacity - 1).astype(jnp.int32)
     if slots is not None:
@@ -127,7 +131,19 @@ def paged_attention(
     row_limit = jnp.pad(row_limit, ((0, 0), (0, ROWS - width * group)), constant_values=-1)
 
     splits = tuning.splits or split_count(requests * kv_heads, capacity, tuning.tile)
-    results = _launch(query, keys, values, length, row_limit, slots, tuning, splits, interpret)
+    lookups = [x for x in (slots, table) if x is not None]
+    results = _launch(
+        query,
+        keys,
+        values,
+        length,
+        row_limit,
+        slots is not None,
+        lookups,
+        tuning,
+        splits,
+        interpret,
+    )
     if splits == 1:
         return results[0]
     return _combine(*results).astype(query.dtype)
@@ -273,19 +289,24 @@ def _attend(
 
 def _launch(
     query: Float[Array, "A W H E"],
-    keys: Float[Array, "S N K E"],
-    values: Float[Array, "S N K E"],
+    keys: Float[Array, "B N P E"],
+    values: Float[Array, "B N P E"],
     length: Int[Array, "A"],
     row_limit: Int[Array, "A R"],
-    slots: Int[Array, "A"] | None,
+    by_slot: bool,
+    lookups: list[jax.Array],
     tuning: Tuning,
     splits: int,
     interpret: Any,
 ) -> list[jax.Array]:
-    """One block per (request, key/value head, split): ``[out]``, or ``[partial, lse]`` if split."""
+    """One block per (request, key/value head, split): ``[out]``, or ``[partial, lse]`` if split.
+
+    ``lookups`` hold the slots if ``by_slot``, then the page table if there is one.
+    """
     requests, width, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, page_size = keys.shape[1:3]
     group = heads // kv_heads
+    paged = len(lookups) > by_slot
     tile, stages = tuning.tile, tuning.stages
     product = _interpreted_product if interpret else _product
 
@@ -313,10 +334,8 @@ def _launch(
     def kernel(query_gmem, keys_gmem, values_gmem, length_gmem, limit_gmem, *rest, **smem):
         request, head = lax.axis_index("request"), lax.axis_index("head")
         split = lax.axis_index("split")
-        if slots is None:
-            cache_slot, outputs = request, rest
-        else:
-            cache_slot, outputs = rest[0][request], rest[1:]
+        given, outputs = rest[: len(lookups)], rest[len(lookups) :]
+        cache_slot = given[0][request] if by_slot else request
         end = length_gmem[request]
 
         tiles = pl.cdiv(end, jnp.int32(tile))
@@ -325,7 +344,11 @@ def _launch(
         count = jnp.clip(tiles - first, 0, share)
 
         def locate(step):
-            return cache_slot, head, pl.ds((first + step) * tile, tile)
+            row = (first + step) * tile
+            if not paged:
+                return cache_slot, head, pl.ds(row, tile)
+            page = given[-1][cache_slot, row // page_size]
+            return page, head, pl.ds(row % page_size, tile)
 
         key_tiles = _Stream(keys_gmem, smem["key_ring"], smem["key_ready"], stages, locate)
         value_tiles = _Stream(values_gmem, smem["value_ring"], smem["value_ready"], stages, locate)
@@ -379,7 +402,7 @@ def _launch(
             plgpu.copy_smem_to_gmem(staged.at[rows_of(w)], target.at[heads_of(w)])
         plgpu.wait_smem_to_gmem(0)
 
-    operands = [query, keys, values, length, row_limit] + ([] if slots is None else [slots])
+    operands = [query, keys, values, length, row_limit, *lookups]
     return plgpu.kernel(
         kernel,
         out_type=out_type,

@@ -8,12 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+def rows_of(pool: Float[Array, "B N P E"], table: Int[Array, "A C"]) -> Float[Array, "A N CP E"]:
+    """The pages of each request, joined; an absent page (negative) shows some other one."""
+    page = jnp.maximum(table, 0)[:, None, :]
+    head = jnp.arange(pool.shape[1], dtype=jnp.int32)[None, :, None]
+    rows = pool[page, head]
+    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+
+
 def paged_attention(
     query: Float[Array, "A W H E"],
-    keys: Float[Array, "S N K E"],
-    values: Float[Array, "S N K E"],
+    keys: Float[Array, "B N P E"],
+    values: Float[Array, "B N P E"],
     position: Int[Array, "A W"],
     slots: Int[Array, "A"] | None,
+    table: Int[Array, "S C"] | None = None,
 ) -> Float[Array, "A W H E"]:
     """Attention of each query row over the rows ``0..position`` of its request's slot.
 
@@ -22,7 +31,8 @@ def paged_attention(
     the product with ``values``, and the sum is divided in fp32.
     """
     requests, width, heads, head_dim = query.shape
-    slot_count, kv_heads, capacity, _ = keys.shape
+    slot_count = keys.shape[0] if table is None else table.shape[0]
+    kv_heads = keys.shape[1]
     group = heads // kv_heads
     if slots is None:
         limit = position
@@ -30,8 +40,13 @@ def paged_attention(
         present = (slots >= 0) & (slots < slot_count)
         limit = jnp.where(present[:, None], position, -1)
         slots = jnp.where(present, slots, 0)
+    if table is not None:
+        table = table if slots is None else table[slots]
+        keys, values = rows_of(keys, table), rows_of(values, table)
+    elif slots is not None:
         keys, values = keys[slots], values[slots]
 
+    capacity = keys.shape[2]
     index = jnp.arange(capacity, dtype=jnp.int32)
     live = index <= limit.max(axis=1, keepdims=True)
     # A weight of zero does not silence a NaN, so rows nobody may read are zeroed themselves.

@@ -15,6 +15,8 @@ from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.decode.state import init_state, make_requests
+from dspark_jax.engine import lanes
+from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import no_costs
 
 MODES = ("off", "static", "compact", "cap-accept")
@@ -101,6 +103,20 @@ def test_steps_copy_no_cache_and_never_turn_to_the_host(pair, mode, slots, sampl
         state = program(weights, state, tables, steps)
     assert all(buffer.is_deleted() for buffer in donated)
     assert state.steps.tolist() == [6] * slots
+
+
+def test_a_step_of_a_few_lanes_with_prompts_copies_no_pool_of_pages(pair):
+    one_bucket = {"buckets": (8,), "walk_caps": (3,)}
+    config = dataclasses.replace(step_config(pair, "compact", 2, False), **one_bucket)
+    pool = PagePool(count=13, size=8, columns=4)
+    state = lanes.start(config, slots=4, pool=pool, context=32, dtype=jnp.float32, stop_width=1)
+    two = lanes.Lanes(jnp.arange(2), jnp.ones(2, bool), jnp.zeros((2, 4), jnp.int32))
+    ones = jnp.ones(3, jnp.int32)
+    pieces = lanes.Pieces(jnp.zeros((3, 5), jnp.int32), ones, ones, ones)
+    mixed = jax.jit(lanes.mixed, static_argnames="config", donate_argnums=1)
+    args = (pair.weights, state, costs(pair, 2), two, pieces)
+    text = mixed.lower(*args, config=config).compile().as_text()
+    assert copies(text, cache_arrays(state)) == []
 
 
 def test_a_state_that_is_not_donated_is_seen_to_be_copied(pair):

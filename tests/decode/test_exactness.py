@@ -30,7 +30,7 @@ from dspark_jax.testing.markov import (
 VOCAB, BLOCK, SLOTS, LAG = 4, 3, 2, 1
 RUNS = 100_000
 # Bonferroni: every statistical test of this file shares one chance in a thousand
-TESTS = 12
+TESTS = 13
 LEVEL = 1e-3 / TESTS
 # lag + 2 steps commit at most this many tokens, so the tokens looked at are later than that
 FIRST = (LAG + 2) * (BLOCK + 1)
@@ -164,11 +164,13 @@ def config(mode: str, policy: str = "lagged", **changes) -> StepConfig:
         ("static", "lagged"),
         ("compact", "lagged"),
         ("compact", "causal"),
+        ("compact", "threshold"),
         ("cap-accept", "lagged"),
     ],
 )
 def test_committed_tokens_have_the_targets_joint_distribution(mode, policy):
-    out = sample_once(config(mode, policy))
+    arm = config(mode, threshold=0.5) if policy == "threshold" else config(mode, policy)
+    out = sample_once(arm)
     if mode in ("compact", "cap-accept"):
         step = np.arange(out.windows.shape[2])
         # a request's last steps are cut short by its token limit, not by the budget

@@ -251,16 +251,17 @@ class WatchedDrafter(markov.MarkovDrafterConfig):
         return types.SimpleNamespace(**{**vars(markov), "base_logits": base_logits})
 
 
-def executed(confidence, mode="compact", steps=6):
+def executed(confidence, mode="compact", steps=6, buckets=(4, 8, 20), **changes):
     """Sizes run at each of some steps, all drafts being right, at one confidence everywhere."""
     config = StepConfig(
         WatchedTarget(8),
         WatchedDrafter(8, 4),
         mode,
-        buckets=(4, 8, 20) if mode == "compact" else (),
+        buckets=buckets if mode == "compact" else (),
         walk_caps=(1, 2, 4),
         sampled=False,
         filtered=False,
+        **changes,
     )
     table = 20.0 * jnp.roll(jnp.eye(8), 1, axis=1)
     weights = Weights(
@@ -292,6 +293,33 @@ def test_fewer_rows_are_verified_and_fewer_drafts_walked_when_confidence_falls()
     assert hopeless["verify"][1:] == [4] * 5
     assert hopeless["draft"][1:] == []
     assert (state.commits[:, 1:6] == 1).all()
+
+
+def test_padding_is_filled_with_drafts_that_were_walked_on_request():
+    sizes, state = executed(-0.5, buckets=(4, 10, 20), fill=True)
+    assert len(sizes["draft"]) == len(sizes["verify"]) == 6
+    walked = [4 + 4 * depth for depth in sizes["draft"]]
+    rows = 4 + np.asarray(state.windows[:, :6]).sum(axis=0)
+    assert rows.tolist() == list(map(min, sizes["verify"], walked))
+    assert 10 in rows, "the budget alone is 4 drafts, 8 rows"
+
+
+@pytest.mark.parametrize("change", [{"policy": "causal"}, {"threshold": 0.5}, {"mode": "static"}])
+def test_padding_is_not_filled_where_the_bucket_looks_at_the_drafts(change):
+    with pytest.raises(ValueError, match="fill is on with mode"):
+        executed(0.0, **{"fill": True, **change})
+
+
+def test_a_threshold_of_1_verifies_no_draft():
+    _, state = executed(6.0, threshold=1.0)
+    assert not state.windows.any()
+    assert (state.commits[:, :6] == 1).all()
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.1])
+def test_a_threshold_that_is_no_probability_is_refused(threshold):
+    with pytest.raises(ValueError, match=f"threshold is {threshold}; wanted a probability"):
+        executed(0.0, threshold=threshold)
 
 
 def test_a_verified_row_is_never_thrown_away_in_compact_mode():

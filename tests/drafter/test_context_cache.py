@@ -11,6 +11,7 @@ import pytest
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.backbone import block_hidden_from_context, context_features, context_kv
 from dspark_jax.drafter.weights import ContextCache
+from dspark_jax.models.pages import PagePool
 
 SLOTS, CAPACITY = 3, 16
 
@@ -97,6 +98,21 @@ def test_context_built_in_pieces_equals_context_built_at_once(make_drafter, chun
         done += size
     hidden = block_hidden(config, weights, None, cache, jnp.array([1, 2, 3]), jnp.array([0, 9, 0]))
     wanted = hidden_at_once(config, weights, taps)
+    np.testing.assert_allclose(hidden[1], wanted[0, 0], atol=2e-5)
+
+
+def test_context_in_pages_equals_context_in_one(make_drafter):
+    drafter = make_drafter()
+    config, weights = drafter.config, drafter.weights
+    pool = PagePool(count=4, size=4, columns=3)
+    cache = dspark.init_context_pages(config, SLOTS, pool, jnp.float32)
+    cache = cache.replace(table=jnp.array([[-1] * 3, [3, 0, 2], [-1] * 3], jnp.int32))
+    taps = taps_of(config, 10)
+    position = jnp.arange(10).at[9].set(12)  # past the table: written nowhere
+    cache = commit_context(config, weights, cache, taps, jnp.full(10, 1), position)
+    assert not any(rows[1].any() for rows in cache.keys + cache.values)
+    hidden = block_hidden(config, weights, None, cache, jnp.array([1, 2, 3]), jnp.array([0, 9, 0]))
+    wanted = hidden_at_once(config, weights, taps[:9])
     np.testing.assert_allclose(hidden[1], wanted[0, 0], atol=2e-5)
 
 

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
 from dspark_jax.models import dense
-from dspark_jax.models.ragged import Packed, compact, rectangle
+from dspark_jax.models.pages import PagePool
+from dspark_jax.models.ragged import Mixed, Packed, compact, rectangle
 from dspark_jax.models.weights import DenseCache
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -216,6 +217,51 @@ def test_a_sub_batch_fills_only_its_slots(target, golden):
             assert largest_error(rows[slot, :, :count], single[source, :, :count]) < 1e-5
             assert (rows[slot, :, count:] == 7.0).all()
         assert (rows[jnp.array([0, 2])] == 7.0).all()
+
+
+def in_pages(target: LoadedTarget, slots: int) -> DenseCache:
+    """An empty paged cache whose slots own shuffled pages; nobody owns the last one."""
+    pool = PagePool(count=slots * 4 + 1, size=CAPACITY // 4, columns=4)
+    cache = dense.init_pages(target.config, slots, pool, jnp.float32)
+    table = np.random.default_rng(0).permutation(slots * 4).reshape(slots, 4)
+    return cache.replace(table=jnp.asarray(table, jnp.int32))
+
+
+def test_a_text_in_pages_equals_a_text_in_one(target, golden):
+    ids = golden["input_ids"]
+    wanted, _, _ = forward(target.config, target.weights, empty_cache(target, 2), whole(ids))
+    cache = in_pages(target, 2)
+    assert cache.capacity == CAPACITY
+    found, _, cache = forward(target.config, target.weights, cache, whole(ids))
+    assert largest_error(found, wanted) < 1e-5
+    assert not any(rows[-1].any() for rows in cache.keys + cache.values)
+
+
+def test_a_prompt_in_pieces_beside_the_window_of_another_equals_each_alone(target, golden):
+    """Slot 0 decodes 3 rows; two pieces of one prompt, and a padding piece, go to slot 1."""
+    ids = jnp.asarray(golden["input_ids"], jnp.int32)
+    start, count = jnp.array([20, 0]), jnp.array([3, 0])
+    window = compact(ids[:, 20:24], start, count, 5)
+    prompt = rectangle(
+        jnp.stack([ids[1, :6], ids[1, 6:12], ids[1, :6]]),
+        jnp.array([0, 6, 0]),
+        jnp.array([6, 5, 0]),
+        jnp.array([1, 1, 2]),
+    )
+    _, _, cache = forward(
+        target.config,
+        target.weights,
+        in_pages(target, 2),
+        rectangle(ids[:, :20], jnp.zeros(2, jnp.int32), jnp.array([20, 0])),
+    )
+    both = Mixed((window, prompt))
+    found, tapped, _ = forward(target.config, target.weights, cache, both, taps=(-1,))
+    alone, _, _ = forward(target.config, target.weights, empty_cache(target, 2), whole(ids))
+    alone = alone.reshape(*ids.shape, -1)
+    assert largest_error(found[:3], alone[0, 20:23]) < 1e-5
+    assert largest_error(found[5:16], alone[1, :11]) < 1e-5
+    assert np.isfinite(found).all()
+    assert tapped.shape[0] == both.tokens.shape[0] == 5 + 18
 
 
 def test_forward_leaves_the_length_to_commit(target, golden):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.models.pages import contiguous, locate
+from dspark_jax.models.pages import contiguous, locate, place
 
 
 def test_a_contiguous_table_gives_every_slot_its_own_run_of_pages():
@@ -24,3 +24,8 @@ def test_a_row_without_a_page_is_written_nowhere():
     page, offset = locate(table, slot, row, 4)
     pool = jnp.zeros((2, 4)).at[page, offset].set(1.0, mode="drop")
     np.testing.assert_array_equal(pool, [[0, 0, 0, 0], [1, 0, 0, 0]])
+
+
+def test_without_a_table_a_slot_is_its_own_page():
+    slot, row = jnp.asarray([0, 3]), jnp.asarray([5, 9])
+    assert place(None, slot, row, 4) == (slot, row)

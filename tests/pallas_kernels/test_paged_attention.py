@@ -20,7 +20,7 @@ Attend = Callable[..., jax.Array]
 ROUNDING = 5e-3
 
 
-def interpreted(query, keys, values, position, slots=None, *, splits=1):
+def interpreted(query, keys, values, position, slots=None, table=None, *, splits=1):
     """The Mosaic kernel on the CPU, checked for races; the smallest ring, so that it wraps."""
     result = mosaic_gpu.paged_attention(
         query,
@@ -28,6 +28,7 @@ def interpreted(query, keys, values, position, slots=None, *, splits=1):
         values,
         position,
         slots,
+        table,
         tuning=Tuning(tile=64, stages=2, splits=splits),
         interpret=InterpretGPUParams(detect_races=True),
     )
@@ -94,6 +95,23 @@ def by_hand(query, keys, values, position, slots=None):
     return out
 
 
+def in_pages(case, page_size):
+    """The same case with the rows of each slot in pages of a shuffled pool, and no spare page."""
+    query, keys, values, position, slots = case
+    count, heads, capacity, width = keys.shape
+    used = np.asarray(position).max(axis=1) // page_size + 1
+    table = np.full((count, capacity // page_size), -1, np.int32)
+    owners = np.arange(count) if slots is None else np.asarray(slots)
+    wanted = [(s, c) for s, n in zip(owners, used, strict=True) if 0 <= s < count for c in range(n)]
+    order = np.random.default_rng(0).permutation(len(wanted))
+    pools = np.zeros((2, len(wanted), heads, page_size, width), np.float32)
+    for page, (slot, column) in zip(order, wanted, strict=True):
+        table[slot, column] = page
+        rows = slice(column * page_size, (column + 1) * page_size)
+        pools[:, page] = keys[slot, :, rows], values[slot, :, rows]
+    return query, *jnp.asarray(pools, keys.dtype), position, slots, jnp.asarray(table)
+
+
 def relative_error(got: jax.Array, want: np.ndarray) -> float:
     return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
 
@@ -147,9 +165,18 @@ def test_splitting_the_keys_changes_nothing(attend):
     assert relative_error(attend(*case, splits=2), by_hand(*case)) < ROUNDING
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("slots", [None, [1, 2, 0]])
+def test_rows_are_found_through_the_page_table(attend, slots):
+    case = operands(3, 2, 3, 1, 256, [130, 64, 193], slots=slots)
+    paged = in_pages(case, page_size=128 if slots is None else 64)
+    assert relative_error(attend(*paged), by_hand(*case)) < ROUNDING
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_kernel_lowers_for_hopper(name):
-    assert lowers(name, mosaic_gpu.DEFAULT)
+@pytest.mark.parametrize("pages", [None, 64], ids=["one page a slot", "pages of 64 rows"])
+def test_the_kernel_lowers_for_hopper(name, pages):
+    assert lowers(name, mosaic_gpu.DEFAULT, pages)
 
 
 @pytest.mark.parametrize("tuning", [Tuning(128, 2), Tuning(64, 4), Tuning(splits=3)])
@@ -157,16 +184,19 @@ def test_other_tunings_lower_for_hopper(tuning):
     assert lowers(SWEPT[-1], tuning)
 
 
-def lowers(name: str, tuning: Tuning) -> bool:
+def lowers(name: str, tuning: Tuning, page_size: int | None = None) -> bool:
     shape = SHAPES[name]
     rows = (shape.requests, shape.width, shape.heads, shape.head_dim)
-    cache = (shape.requests, shape.kv_heads, shape.capacity, shape.head_dim)
+    columns = shape.capacity // (page_size or shape.capacity)
+    cache = (shape.requests * columns, shape.kv_heads, shape.capacity // columns, shape.head_dim)
+    table = jax.ShapeDtypeStruct((shape.requests, columns), jnp.int32)
     specs = (
         jax.ShapeDtypeStruct(rows, jnp.bfloat16),
         jax.ShapeDtypeStruct(cache, jnp.bfloat16),
         jax.ShapeDtypeStruct(cache, jnp.bfloat16),
         jax.ShapeDtypeStruct(rows[:2], jnp.int32),
         jax.ShapeDtypeStruct(rows[:1], jnp.int32),
+        table if page_size else None,
     )
     assert mosaic_gpu.unsupported(*specs[:3], tuning) is None
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -190,7 +220,7 @@ def test_only_small_launches_split_the_keys():
         ({"dtype": jnp.float32}, "dtype of query is float32"),
         ({"head_dim": 80}, "E is 80"),
         ({"width": 22}, "W*H/N are 66"),
-        ({"capacity": 100}, "K is 100"),
+        ({"capacity": 100}, "P are 100"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_support(change, says):
@@ -217,5 +247,9 @@ def test_shapes_that_disagree_are_refused():
         paged_attention(query, keys, values[:, :, :32], position)
     with pytest.raises(ValueError, match="position has shape"):
         paged_attention(query, keys, values, position[:, :1])
+    with pytest.raises(ValueError, match="2 requests and the cache 3 slots"):
+        paged_attention(query, keys, values, position, None, jnp.zeros((3, 1), jnp.int32))
+    with pytest.raises(ValueError, match="table has shape"):
+        paged_attention(query, keys, values, position, None, jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="implementation is 'triton'"):
         paged_attention(query, keys, values, position, implementation="triton")  # type: ignore

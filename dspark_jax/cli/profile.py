@@ -1,0 +1,66 @@
+"""`dspark profile`: time the steps of serving on this machine and write a cost table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+
+def profile(
+    *,
+    target: str,
+    drafter: str,
+    out: Path,
+    max_requests: int = 16,
+    max_context: int | None = None,
+    page_size: int = 64,
+    k: int | None = None,
+    temperature: float = 0.0,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+) -> int:
+    """Time verification and drafting, in every bucket and at several contexts.
+
+    Args:
+        target: smollm2-135m, a Hugging Face folder or id, or a .gguf file.
+        drafter: a drafter folder, the name of a shipped one, or a Hugging Face id.
+        out: the cost table, JSON.
+        max_requests: requests that are served together.
+        max_context: tokens of prompt and answer together.
+        page_size: cache rows of a page.
+        k: drafts of a block; the default is the drafter's block size.
+        temperature: above 0, the draws are part of what is timed.
+        dtype: of weights and caches.
+    """
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"no folder {out.absolute().parent} to write {out.name} in")
+    import jax.numpy as jnp
+    from rich.console import Console
+    from rich.table import Table
+
+    from dspark_jax.checkpoints.drafter import load_drafter
+    from dspark_jax.checkpoints.resolve import load_target
+    from dspark_jax.engine.config import EngineConfig
+    from dspark_jax.engine.cost_profile import profile, write_table
+
+    config = EngineConfig(
+        max_requests=max_requests,
+        max_context=max_context,
+        mode="compact",
+        k=k,
+        page_size=page_size,
+    )
+    loaded = load_target(target, jnp.dtype(dtype))
+    pair = (loaded.config, loaded.weights)
+    loaded_drafter = load_drafter(
+        drafter, pair, jnp.dtype(dtype), stop_token_ids=loaded.stop_token_ids
+    )
+    measured = profile(loaded, loaded_drafter, config, temperature=temperature, progress=True)
+    write_table(measured, out)
+    shown = Table("", *(f"{rows} rows" for rows in measured["contexts"]))
+    for kind, sizes in (("verify", "tokens"), ("draft", "requests")):
+        part = measured[kind]
+        for size, seconds in zip(part[sizes], part["seconds"], strict=True):
+            shown.add_row(f"{kind} {size} {sizes}", *(f"{1e3 * one:.2f} ms" for one in seconds))
+    Console().print(shown)
+    print(f"cost table written to {out}")
+    return 0

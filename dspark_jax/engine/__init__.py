@@ -1,0 +1,1 @@
+"""Continuous batching: requests join and leave a running batch at any step."""

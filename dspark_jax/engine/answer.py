@@ -1,0 +1,85 @@
+"""From the outcomes of steps to answers: growing texts, stop strings, completions. Host only."""
+
+from __future__ import annotations
+
+from dspark_jax.decode import state as states
+from dspark_jax.decode.request import Completion, FinishReason, TokenLogprob
+from dspark_jax.decode.run import FINISH, cut_commits
+from dspark_jax.decode.stops import find_stop
+from dspark_jax.engine.lanes import Report
+from dspark_jax.engine.sequence import Sequence
+from dspark_jax.text.text import Text
+
+
+def absorb(sequence: Sequence, report: Report, lane: int) -> FinishReason | None:
+    """Take over what one lane of a dispatch brought; why the request ended, if it did."""
+    done, outcome = int(report.done), report.outcome
+    for step in range(done):
+        count = int(outcome.count[step, lane])
+        if count == 0:
+            break
+        sequence.tokens += outcome.tokens[step, lane, :count].tolist()
+        sequence.commits.append(count)
+        sequence.windows.append(int(outcome.window[step, lane]))
+        sequence.accepted.append(int(outcome.accepted[step, lane]))
+        wanted = sequence.job.params.logprobs
+        if wanted is not None and outcome.logprobs is not None:
+            chosen, ids, values = (
+                part[step, lane, :count].tolist()
+                for part in (
+                    outcome.logprobs.chosen,
+                    outcome.logprobs.top_ids,
+                    outcome.logprobs.top_values,
+                )
+            )
+            for row in range(count):
+                token_id = sequence.tokens[row - count]
+                top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
+                sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
+    finish = int(outcome.finish[done - 1, lane]) if done else states.RUNNING
+    return None if finish == states.RUNNING else FINISH[finish]
+
+
+def show(sequence: Sequence, text: Text | None, reason: FinishReason | None) -> Completion | None:
+    """Stream what is new; the answer, if it has ended by ``reason`` or by a stop string."""
+    job, tokens = sequence.job, sequence.tokens
+    cut = None
+    if text is not None and job.params.stop:
+        shown = tokens[:-1] if reason == "stop" else tokens
+        cut = find_stop(text.decode, shown, job.params.stop)
+    if cut is None and reason is None:
+        if job.stream is not None:
+            job.stream.update(tokens)
+        return None
+    shown = tokens
+    if cut is not None:
+        (count, answer), reason = cut, "stop"
+        tokens = tokens[:count]
+    else:
+        shown = tokens[:-1] if reason == "stop" else tokens
+        answer = None if text is None else text.decode(shown)
+    assert reason is not None
+    completion = complete(sequence, tokens, answer, reason)
+    if job.stream is not None and answer is not None:
+        job.stream.finish(answer)
+    return completion
+
+
+def complete(
+    sequence: Sequence, tokens: list[int], text: str | None, reason: FinishReason
+) -> Completion:
+    """The answer of ``tokens``, the first ones of the sequence's."""
+    commits = cut_commits(sequence.commits, len(tokens))
+    logprobs = None
+    if sequence.job.params.logprobs is not None:
+        logprobs = tuple(sequence.logprobs[: len(tokens)])
+    return Completion(
+        prompt_ids=sequence.job.prompt_ids,
+        token_ids=tuple(tokens),
+        text=text,
+        finish_reason=reason,
+        windows=tuple(sequence.windows[: len(commits)]),
+        accepted=tuple(sequence.accepted[: len(commits)]),
+        commits=tuple(commits),
+        logprobs=logprobs,
+    )

@@ -1,0 +1,159 @@
+"""Everything about an engine that is fixed at its start, and the checks of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+from dspark_jax.calibration.file import Calibration
+from dspark_jax.decode.config import Mode, Policy, StepConfig
+from dspark_jax.decode.request import check_whole
+from dspark_jax.decode.setup import compact_buckets
+from dspark_jax.models.pages import PagePool
+from dspark_jax.schedule.cost import CostTables
+
+DEFAULT_PROMPT_ROWS = 256
+"""Prompt tokens of a step, when ``max_batched_tokens`` leaves it open."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How an engine serves. Counts are of tokens unless they say otherwise.
+
+    Attributes:
+        max_requests: requests decoded together; the others wait.
+        max_context: most tokens of prompt and answer together; None takes 2048 or what the
+            target was made for.
+        mode: "off", "static", "compact" or "cap-accept"; None takes the most the pair can do.
+        k: drafts of a block; None takes the drafter's block size. With mode "static" this is
+            decoding with fixed k.
+        threshold: None, or the confidence below which a window ends, in place of a budget.
+        policy: "lagged", "causal" or "fresh".
+        lag: age in steps of the confidences that decide a "lagged" budget.
+        allow_biased: consent to policy "fresh" at temperatures above 0.
+        cost_table: path of a cost table, or tables for ``max_requests``; None verifies all drafts.
+        calibration: STS temperatures, or the path of their file.
+        page_size: rows of a page; a multiple of 64 suits the GPU kernel.
+        pages: pages of the pool; None holds the whole context of every request.
+        prefix_reuse: keep full pages for later requests whose text begins the same.
+        prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most.
+        max_batched_tokens: most rows of a step: full windows of all requests, and as many pieces
+            of prompts as fit beside them. None takes 256 rows of prompts.
+        batch_tiers: increasing request counts that a step is compiled for, up to
+            ``max_requests``; None takes powers of four.
+        token_tiers: increasing row counts that a compact step is compiled for, beside full windows;
+            None takes a quarter and a half of those, and every anchor alone.
+        fill: verify as many drafts more as a step's compiled row count has room for.
+        context_tiers: increasing row counts that attention is compiled for, beside
+            ``max_context``: a step whose texts are all shorter reads no more than that.
+        steps: steps of one dispatch while no request joins or leaves.
+        overlap: prepare a step while the one before runs. False waits for every step; tokens
+            are the same.
+    """
+
+    max_requests: int = 16
+    max_context: int | None = None
+    mode: Mode | None = None
+    k: int | None = None
+    threshold: float | None = None
+    policy: Policy = "lagged"
+    lag: int = 1
+    allow_biased: bool = False
+    cost_table: CostTables | str | Path | None = None
+    calibration: Calibration | str | Path | None = None
+    page_size: int = 64
+    pages: int | None = None
+    prefix_reuse: bool = True
+    prompt_width: int = 16
+    max_batched_tokens: int | None = None
+    batch_tiers: tuple[int, ...] | None = None
+    token_tiers: tuple[int, ...] | None = None
+    fill: bool = False
+    context_tiers: tuple[int, ...] = ()
+    steps: int = 8
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "lag", "page_size", "prompt_width", "steps"):
+            check_whole(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; wanted 1 or more")
+        for name in ("max_context", "k", "pages", "max_batched_tokens"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
+        tiers = self.batch_tiers
+        if tiers is not None and not (_increasing(tiers) and tiers[-1] == self.max_requests):
+            raise ValueError(
+                f"batch_tiers are {tiers}; wanted increasing request counts that end at "
+                f"max_requests, {self.max_requests}"
+            )
+        for name in ("token_tiers", "context_tiers"):
+            if getattr(self, name) and not _increasing(getattr(self, name)):
+                raise ValueError(f"{name} are {getattr(self, name)}; wanted increasing row counts")
+
+    def batches(self) -> tuple[int, ...]:
+        """Request counts that a step is compiled for."""
+        if self.batch_tiers is not None:
+            return self.batch_tiers
+        powers = itertools.takewhile(
+            lambda size: size < self.max_requests, (4**power for power in itertools.count())
+        )
+        return (*powers, self.max_requests)
+
+    def stepping(self, step: StepConfig, batch: int) -> StepConfig:
+        """The step of this many requests: with the row counts that it is compiled for."""
+        if step.mode != "compact":
+            return step
+        full = batch * step.width
+        if self.token_tiers is None:
+            buckets = compact_buckets(None, batch, step.width)
+        else:
+            buckets = (*(rows for rows in self.token_tiers if batch <= rows < full), full)
+        return dataclasses.replace(step, buckets=buckets)
+
+    def columns(self, context: int) -> tuple[int, ...]:
+        """Page counts of a request that a step is compiled for."""
+        for rows in self.context_tiers:
+            if rows > context:
+                raise ValueError(f"a context tier is {rows} rows, max_context is {context}")
+        tiers = {-(-rows // self.page_size) for rows in (*self.context_tiers, context)}
+        return tuple(sorted(tiers))
+
+    def pool(self, context: int) -> PagePool:
+        """The pages of this engine.
+
+        Raises:
+            ValueError: fewer pages than one request may need.
+        """
+        columns = -(-context // self.page_size)
+        pages = self.max_requests * columns if self.pages is None else self.pages
+        if pages < columns:
+            raise ValueError(
+                f"pages is {pages}; wanted at least {columns}, which a request of {context} "
+                f"tokens needs in pages of {self.page_size} rows"
+            )
+        return PagePool(pages, self.page_size, columns)
+
+    def pieces(self, width: int) -> int:
+        """Pieces of prompts in one step beside windows of ``width`` rows.
+
+        Raises:
+            ValueError: ``max_batched_tokens`` leaves no room for one.
+        """
+        windows = self.max_requests * width
+        if self.max_batched_tokens is None:
+            return max(1, DEFAULT_PROMPT_ROWS // self.prompt_width)
+        pieces = (self.max_batched_tokens - windows) // self.prompt_width
+        if pieces < 1:
+            raise ValueError(
+                f"max_batched_tokens is {self.max_batched_tokens}; wanted at least "
+                f"{windows + self.prompt_width}: {self.max_requests} windows of {width} rows and "
+                f"a piece of {self.prompt_width} prompt rows"
+            )
+        return pieces
+
+
+def _increasing(values: tuple[int, ...]) -> bool:
+    pairs = itertools.pairwise(values)
+    return bool(values) and values[0] >= 1 and all(a < b for a, b in pairs)

@@ -1,0 +1,322 @@
+"""A running batch that requests join and leave at any step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dspark_jax.calibration.file import Calibration
+from dspark_jax.checkpoints.drafter import LoadedDrafter
+from dspark_jax.checkpoints.resolve import LoadedTarget
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.job import make_job
+from dspark_jax.decode.request import Completion, Request, SamplingParams
+from dspark_jax.decode.setup import (
+    cache_dtype,
+    check_pair,
+    context_limit,
+    default_mode,
+    depth_caps,
+    resolve_calibration,
+    tables_for,
+)
+from dspark_jax.decode.step import Weights
+from dspark_jax.decode.stops import StopAwareStream
+from dspark_jax.engine.answer import absorb, complete, show
+from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.programs import Flight, Programs
+from dspark_jax.engine.scheduler import Scheduler
+from dspark_jax.engine.sequence import Sequence, Stage
+from dspark_jax.schedule.cost import CostTables
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves many requests with one target and one drafter.
+
+    A step is prepared while the one before runs on the device: what a step did is read when the
+    next has been dispatched, and every decision is made from what was read then.
+
+    Args:
+        target: a loaded target whose family has paged caches.
+        drafter: a loaded drafter that fits it, or None for plain decoding.
+        config: see `EngineConfig`.
+
+    Raises:
+        ValueError: anything that does not fit together, with what was wanted; nothing has been
+            compiled then.
+        NotImplementedError: a target or drafter without paged caches.
+    """
+
+    def __init__(
+        self,
+        target: LoadedTarget,
+        drafter: LoadedDrafter | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        step = served_step(target, drafter, config)
+        if not step.drafts:
+            drafter = None
+        self.target, self.drafter, self.config = target, drafter, config
+        self.context = context_limit(target.config, config.max_context)
+        pool, columns = config.pool(self.context), config.columns(self.context)
+        pieces = config.pieces(step.width)
+        self._calibration = resolve_calibration(config.calibration, drafter)
+        if step.adaptive and config.cost_table is None and config.threshold is None:
+            logger.warning("no cost table: every drafted token is verified")
+        self.step_config = step
+
+        def tables(batch: int, prompt_rows: int) -> CostTables:
+            given = config.cost_table
+            return tables_for(
+                target,
+                drafter,
+                config.stepping(step, batch),
+                given,
+                self._calibration,
+                # tables in memory cover the whole engine, and so every part of it
+                batch=config.max_requests if isinstance(given, CostTables) else batch,
+                prompt_rows=prompt_rows,
+            )
+
+        tables(config.max_requests, 0)
+        self._programs = Programs(
+            weights=Weights(target.weights, None if drafter is None else drafter.weights),
+            config=step,
+            stepping=config.stepping,
+            tables=tables,
+            pool=pool,
+            batches=config.batches(),
+            columns=columns,
+            pieces=pieces,
+            prompt_width=config.prompt_width,
+            steps=config.steps,
+            context=self.context,
+            dtype=cache_dtype(target),
+        )
+        self._scheduler = Scheduler(
+            pool,
+            slots=config.max_requests,
+            width=step.width,
+            pieces=pieces,
+            prompt_width=config.prompt_width,
+            steps=config.steps,
+            prefix_reuse=config.prefix_reuse,
+        )
+        self._flights: deque[Flight] = deque()
+        self._live: dict[int, Sequence] = {}
+        self._unclaimed: dict[int, Completion] = {}
+        self._arrivals = 0
+        self._told: set[str] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits, runs, or has an answer that `step` has not returned."""
+        return bool(self._live or self._flights or self._unclaimed)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no request uses; all of them when the engine is not busy."""
+        return self._scheduler.store.free
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request lost its pages to an older one and had to be computed again."""
+        return self._scheduler.preemptions
+
+    @property
+    def reused_rows(self) -> int:
+        """Rows found in pages of earlier texts instead of computed."""
+        return self._scheduler.reused_rows
+
+    def tokens(self, index: int) -> tuple[int, ...]:
+        """The answer of a waiting or running request as far as it has been read.
+
+        Raises:
+            KeyError: no request of this number is waiting or running.
+        """
+        return tuple(self._find(index).tokens)
+
+    def warmup(
+        self,
+        *params: SamplingParams,
+        progress: bool = False,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        """Compile every tier for requests like these; later ones of the same kind trace nothing.
+
+        Programs differ by whether any request samples, whether any uses top-k or top-p, and how
+        many logprobs are asked for; a batch runs in the leanest warmed-up one that serves it. No
+        argument means greedy. Call it once a kind.
+
+        Args:
+            params: requests that one batch may hold together.
+            progress: show a bar.
+            cache_dir: folder that keeps compiled programs between processes. JAX has one such
+                folder a process: one that is set already stays.
+        """
+        if cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", str(cache_dir))
+        self._programs.warm_up(params or (SamplingParams(),), progress)
+
+    def add(self, request: Request, *, on_text: Callable[[str], None] | None = None) -> int:
+        """Let a request join as soon as there is room; the number that names it from now on.
+
+        Args:
+            on_text: called with pieces of the answer's text as they become certain.
+
+        Raises:
+            ValueError: a request that cannot be answered.
+        """
+        index = self._arrivals
+        job = make_job(
+            index,
+            request,
+            self.target,
+            self.step_config,
+            context=self.context,
+            allow_biased=self.config.allow_biased,
+        )
+        if on_text is not None:
+            if self.target.text is None:
+                raise ValueError(f"on_text needs a tokenizer; target {self.target.name} has none")
+            job.stream = StopAwareStream(on_text, self.target.text.stream(), job.params.stop)
+        if isinstance(self._calibration, Calibration) and self.step_config.adaptive:
+            self._tell(self._calibration.distant(request.params.temperature))
+        self._arrivals += 1
+        self._live[index] = Sequence(job, self.context)
+        self._scheduler.add(self._live[index])
+        return index
+
+    def abort(self, index: int) -> Completion:
+        """End a request now; what it has answered so far, with ``finish_reason`` "abort".
+
+        Raises:
+            KeyError: no request of this number is waiting or running.
+        """
+        sequence = self._find(index)
+        self._end(sequence)
+        text = self.target.text
+        shown = None if text is None else text.decode(sequence.tokens)
+        return complete(sequence, sequence.tokens, shown, "abort")
+
+    def step(self) -> dict[int, Completion]:
+        """Dispatch a step, or several, and read the ones before; the answers that ended there."""
+        plan = self._scheduler.plan()
+        if plan is not None:
+            flight = self._programs.dispatch(plan)
+            self._flights.append(flight)
+            if not self.config.overlap:
+                jax.block_until_ready(flight.report)
+        ended, self._unclaimed = self._unclaimed, {}
+        # Without a new dispatch the oldest one has to be read, or nothing would ever change.
+        while len(self._flights) > (plan is not None):
+            self._settle(self._flights.popleft(), ended)
+            if plan is None:
+                break
+        return ended
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Answer these requests, in order; others that were added go on beside them.
+
+        Answers of the others come with the next `step`.
+
+        Raises:
+            ValueError: a request that cannot be answered; none of them has been started.
+        """
+        wanted = list(requests)
+        mine: list[int] = []
+        try:
+            for request in wanted:
+                mine.append(self.add(request))
+        except ValueError:
+            for index in mine:
+                self.abort(index)
+            raise
+        found: dict[int, Completion] = {}
+        while not found.keys() >= set(mine):
+            found |= self.step()
+        self._unclaimed = {index: one for index, one in found.items() if index not in set(mine)}
+        return [found[index] for index in mine]
+
+    def _settle(self, flight: Flight, ended: dict[int, Completion]) -> None:
+        """Read a dispatch and take over what it did to requests that still want it."""
+        report = flight.read()
+        for sequence, lane in flight.lanes:
+            sequence.in_flight -= flight.plan.steps
+            if sequence.stage is Stage.DONE:
+                continue
+            reason = absorb(sequence, report, lane)
+            completion = show(sequence, self.target.text, reason)
+            self._scheduler.remember(sequence, sequence.rows)
+            if completion is not None:
+                self._end(sequence)
+                ended[sequence.arrival] = completion
+
+    def _find(self, index: int) -> Sequence:
+        if index not in self._live:
+            raise KeyError(f"request {index} is not waiting or running")
+        return self._live[index]
+
+    def _end(self, sequence: Sequence) -> None:
+        self._scheduler.leave(sequence)
+        sequence.stage = Stage.DONE
+        del self._live[sequence.arrival]
+
+    def _tell(self, message: str | None) -> None:
+        """Warn once."""
+        if message and message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
+
+
+def served_step(
+    target: LoadedTarget, drafter: LoadedDrafter | None, config: EngineConfig
+) -> StepConfig:
+    """The step that an engine of this configuration takes.
+
+    Raises:
+        ValueError: parts that do not fit together.
+        NotImplementedError: a target or drafter without paged caches.
+    """
+    mode = config.mode or default_mode(drafter)
+    if mode == "off":
+        drafter = None
+    if drafter is not None:
+        check_pair(target, drafter)
+    _check_paged(target, drafter)
+    step = StepConfig(
+        target=target.config,
+        drafter=None if drafter is None else drafter.config,
+        mode=mode,
+        k=config.k,
+        threshold=config.threshold,
+        policy=config.policy,
+        lag=config.lag,
+        fill=config.fill,
+    )
+    if not step.adaptive:
+        return step
+    priced = config.cost_table is not None and config.threshold is None
+    return dataclasses.replace(step, walk_caps=depth_caps(None, step.depth, priced))
+
+
+def _check_paged(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:
+    parts: list[tuple[str, Any, str]] = [("target", target, "init_pages")]
+    if drafter is not None:
+        parts.append(("drafter", drafter, "init_context_pages"))
+    for part, loaded, wanted in parts:
+        family = loaded.config.family
+        if not hasattr(family, wanted):
+            raise NotImplementedError(
+                f"{part} {loaded.name} of family {family.__name__} has no paged cache "
+                f"({wanted}): use Generator"
+            )

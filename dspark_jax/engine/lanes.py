@@ -1,0 +1,206 @@
+"""The device side of an engine: a few slots of the state step together. Pure functions.
+
+The engine's state has one row a slot. A dispatch names its lanes, the slots that take part; their
+rows are gathered into a smaller state, `decode_step` advances that, and the rows go back. Pages
+need no gathering: the lanes bring their page tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dspark_jax.decode import loop
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.state import Requests, State, init_state, request_keys
+from dspark_jax.decode.step import Outcome, Weights, decode_step
+from dspark_jax.models.pages import PagePool
+from dspark_jax.models.ragged import rectangle
+from dspark_jax.schedule.cost import CostTables
+
+
+@flax.struct.dataclass
+class Lanes:
+    """Who takes part in a dispatch of L lanes.
+
+    Attributes:
+        slots: slot of each lane, out of range in padding lanes; None when lane s is slot s.
+        decoding: lanes that decode; the others only receive rows of prompts.
+        table: pages of each lane, as many columns as the longest needs.
+    """
+
+    slots: Int[Array, "L"] | None
+    decoding: Bool[Array, "L"]
+    table: Int[Array, "L C"]
+
+
+@flax.struct.dataclass
+class Pieces:
+    """Rows of prompts: ``count`` of P tokens from position ``start`` on, for each of B pieces."""
+
+    tokens: Int[Array, "B P"]
+    lane: Int[Array, "B"]
+    start: Int[Array, "B"]
+    count: Int[Array, "B"]
+
+
+@flax.struct.dataclass
+class Report:
+    """Outcomes of the ``done`` steps of a dispatch, stacked along a leading axis."""
+
+    outcome: Outcome
+    done: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class Starting:
+    """Requests that begin to decode. ``rows`` are in their pages; the rest continues a past run."""
+
+    slots: Int[Array, "A"]
+    anchor: Int[Array, "A"]
+    rows: Int[Array, "A"]
+    steps: Int[Array, "A"]
+    emitted: Int[Array, "A"]
+    seeds: Int[Array, "A"]
+    requests: Requests
+
+
+def start(
+    config: StepConfig, *, slots: int, pool: PagePool, context: int, dtype: Any, stop_width: int
+) -> State:
+    """Empty slots over an empty pool. Answers are kept by the host: the state holds no record."""
+    blank = init_state(
+        config, slots=slots, capacity=1, max_tokens=1, dtype=dtype, stop_width=stop_width
+    )
+    cache = config.target.family.init_pages(config.target, slots, pool, dtype)
+    drafted = None
+    if config.drafts:
+        drafted = config.drafter.family.init_context_pages(config.drafter, slots, pool, dtype)
+    requests = blank.requests.replace(context=jnp.full((slots,), context, jnp.int32))
+    state = blank.replace(cache=cache, context=drafted, requests=requests, logprobs=None)
+    return with_tables(state, None)
+
+
+def admit(state: State, starting: Starting) -> State:
+    """Begin, or resume, decoding in these slots; out-of-range slots are ignored."""
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[starting.slots].set(new, mode="drop")
+
+    requests = starting.requests.replace(seed=request_keys(starting.seeds))
+    state = loop.admit(state, starting.slots, starting.anchor, requests)
+    length = put(state.cache.length, starting.rows)
+    return state.replace(
+        cache=state.cache.replace(length=length),
+        steps=put(state.steps, starting.steps),
+        emitted=put(state.emitted, starting.emitted),
+    )
+
+
+def run(
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    lanes: Lanes,
+    steps: Int[Array, ""],
+    patient: Bool[Array, ""],
+    *,
+    config: StepConfig,
+    most: int,
+) -> tuple[State, Report]:
+    """Up to ``steps`` (at most ``most``) steps; unless ``patient``, none after a request ends."""
+    inner = _enter(state, lanes)
+    at_first = inner.active.sum()
+    shapes = jax.eval_shape(lambda s: decode_step(weights, s, tables, config=config)[1], inner)
+    outcomes = jax.tree.map(lambda one: jnp.zeros((most, *one.shape), one.dtype), shapes)
+
+    def going(carry: tuple[State, Outcome, Array]) -> Array:
+        inner, _, done = carry
+        active = inner.active.sum()
+        return (done < steps) & (active > 0) & (patient | (active == at_first))
+
+    def body(carry: tuple[State, Outcome, Array]) -> tuple[State, Outcome, Array]:
+        inner, outcomes, done = carry
+        inner, outcome = decode_step(weights, inner, tables, config=config)
+        outcomes = jax.tree.map(lambda every, one: every.at[done].set(one), outcomes, outcome)
+        return inner, outcomes, done + 1
+
+    zero = jnp.zeros((), jnp.int32)
+    inner, outcomes, done = jax.lax.while_loop(going, body, (inner, outcomes, zero))
+    return _leave(state, inner, lanes), Report(outcomes, done)
+
+
+def mixed(
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    lanes: Lanes,
+    pieces: Pieces,
+    *,
+    config: StepConfig,
+) -> tuple[State, Report]:
+    """One step with rows of prompts in it."""
+    inner = _enter(state, lanes)
+    prompts = rectangle(pieces.tokens, pieces.start, pieces.count, pieces.lane)
+    inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
+    outcome = jax.tree.map(lambda one: one[None], outcome)
+    return _leave(state, inner, lanes), Report(outcome, jnp.ones((), jnp.int32))
+
+
+def with_tables(state: State, table: Array | None) -> State:
+    """The state with this page table in its caches; between dispatches the host keeps it.
+
+    Target and drafter rows lie in the same pages, each in a pool of its own. A context that
+    is no paged cache (a toy drafter's) has no table.
+    """
+    context = state.context
+    if hasattr(context, "table"):
+        context = context.replace(table=table)
+    return state.replace(cache=state.cache.replace(table=table), context=context)
+
+
+def _by_slot(state: State) -> dict[str, Any]:
+    """Everything of a state that has one row a slot along its first axis."""
+    names = ("requests", "anchor", "active", "finish", "steps", "emitted")
+    records = ("tokens", "windows", "accepted", "commits")
+    rows = {name: getattr(state, name) for name in (*names, *records)}
+    rows["length"] = state.cache.length
+    rows["confidences"] = jnp.swapaxes(state.confidences, 0, 1)
+    return rows
+
+
+def _put_slots(state: State, rows: dict[str, Any]) -> State:
+    length = rows.pop("length")
+    confidences = jnp.swapaxes(rows.pop("confidences"), 0, 1)
+    cache = state.cache.replace(length=length)
+    return state.replace(cache=cache, confidences=confidences, **rows)
+
+
+def _enter(state: State, lanes: Lanes) -> State:
+    """The lanes' part of the state, with their pages."""
+    inner = with_tables(state, lanes.table)
+    if lanes.slots is not None:
+        rows = jax.tree.map(
+            # a padding lane shows some slot, and does not decode
+            lambda every: jnp.take(every, lanes.slots, axis=0, mode="clip"),
+            _by_slot(inner),
+        )
+        inner = _put_slots(inner, rows)
+    return inner.replace(active=inner.active & lanes.decoding)
+
+
+def _leave(state: State, inner: State, lanes: Lanes) -> State:
+    """The whole state after its lanes have stepped."""
+    inner = with_tables(inner, None)
+    if lanes.slots is None:
+        return inner
+    rows = jax.tree.map(
+        lambda every, new: every.at[lanes.slots].set(new, mode="drop"),
+        _by_slot(state),
+        _by_slot(inner),
+    )
+    return _put_slots(inner, rows)

@@ -1,0 +1,267 @@
+"""The compiled programs of an engine, one a tier, all warmed up before the first request."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
+from dspark_jax.decode.setup import variant
+from dspark_jax.decode.state import Requests
+from dspark_jax.decode.step import Weights
+from dspark_jax.engine import lanes as on_device
+from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
+from dspark_jax.engine.scheduler import Piece, Plan
+from dspark_jax.engine.sequence import Sequence as Text
+from dspark_jax.models.pages import PagePool
+from dspark_jax.schedule.cost import CostTables
+
+START_GROUP = 16
+"""Requests admitted to decoding by one call at most."""
+
+_START = jax.jit(
+    on_device.start, static_argnames=("config", "slots", "pool", "context", "dtype", "stop_width")
+)
+_ADMIT = jax.jit(on_device.admit, donate_argnums=0)
+_RUN = jax.jit(on_device.run, static_argnames=("config", "most"), donate_argnums=1)
+_MIXED = jax.jit(on_device.mixed, static_argnames="config", donate_argnums=1)
+
+
+@dataclasses.dataclass
+class Flight:
+    """A dispatch that may still be running. ``lanes`` says which lane a sequence decodes in."""
+
+    plan: Plan
+    lanes: list[tuple[Text, int]]
+    report: Report
+
+    def read(self) -> Report:
+        """Its outcomes on the host, waiting for them if they are not there yet."""
+        return jax.device_get(self.report)
+
+
+@dataclasses.dataclass
+class Programs:
+    """Everything an engine runs on the device, bound to its tiers.
+
+    Attributes:
+        weights: of the pair.
+        config: the step, without what depends on requests or tier.
+        stepping: a step as it is taken by so many lanes.
+        tables: costs of a step of so many lanes that carries so many rows of prompts.
+        batches: increasing lane counts; the last one is all slots.
+        columns: increasing page counts of a request.
+        pieces: most pieces of prompts in a step.
+        prompt_width: rows of a piece.
+        steps: most steps of a dispatch.
+        context: most tokens of prompt and answer together.
+        dtype: of the caches.
+    """
+
+    weights: Weights
+    config: StepConfig
+    stepping: Callable[[StepConfig, int], StepConfig]
+    tables: Callable[[int, int], CostTables]
+    pool: PagePool
+    batches: tuple[int, ...]
+    columns: tuple[int, ...]
+    pieces: int
+    prompt_width: int
+    steps: int
+    context: int
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        self._state = _START(
+            self.config,
+            slots=self.slots,
+            pool=self.pool,
+            context=self.context,
+            dtype=self.dtype,
+            stop_width=MAX_STOP_IDS,
+        )
+        self._variants: list[StepConfig] = []
+        self._lanes: tuple[tuple, Lanes] | None = None
+
+    @property
+    def slots(self) -> int:
+        """Requests decoded together."""
+        return self.batches[-1]
+
+    @cached_property
+    def piece_tiers(self) -> tuple[int, ...]:
+        """Pieces of prompts that a step is compiled for."""
+        return tuple(sorted({1, self.pieces}))
+
+    @cached_property
+    def _priced(self) -> dict[tuple[int, int], CostTables]:
+        """Cost tables on the device, by lanes and pieces."""
+        tiers = itertools.product(self.batches, (0, *self.piece_tiers))
+        return {
+            (batch, pieces): jax.device_put(self.tables(batch, pieces * self.prompt_width))
+            for batch, pieces in tiers
+        }
+
+    def warm_up(self, params: Sequence[SamplingParams], progress: bool) -> None:
+        """Compile every tier for requests like these."""
+        config = variant(self.config, params)
+        if config not in self._variants:
+            self._variants.append(config)
+        self._start([])
+        tiers = list(itertools.product(self.batches, self.columns, (0, *self.piece_tiers)))
+        for batch, columns, pieces in track(tiers, "compiling", disable=not progress):
+            self._step(config, self._place([], batch, columns), [], pieces, 1, True)
+        self._lanes = None
+        jax.block_until_ready(self._state)
+
+    def dispatch(self, plan: Plan) -> Flight:
+        """Start a plan on the device and return at once."""
+        for group in itertools.batched(plan.starting, self._group):
+            self._start(group)
+        everyone = plan.sequences
+        config = self._covering([one.job.params for one in everyone])
+        batch = _tier(self.batches, len(everyone))
+        columns = _tier(self.columns, max(len(one.pages) for one in everyone))
+        whole = batch == self.slots
+        lane = {one: one.slot if whole else index for index, one in enumerate(everyone)}
+        decoding = [(one, lane[one]) for one in plan.decoding]
+        pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
+        report = self._step(
+            config,
+            self._place([(one, lane[one]) for one in everyone], batch, columns, len(decoding)),
+            pieces,
+            _tier((0, *self.piece_tiers), len(pieces)),
+            plan.steps,
+            plan.patient,
+        )
+        for leaf in jax.tree.leaves(report):
+            leaf.copy_to_host_async()
+        return Flight(plan, decoding, report)
+
+    @property
+    def _group(self) -> int:
+        return min(self.slots, START_GROUP)
+
+    def _covering(self, params: Sequence[SamplingParams]) -> StepConfig:
+        """The leanest warmed-up step that serves these requests, or one of their own."""
+        wanted = variant(self.config, params)
+
+        def serves(config: StepConfig) -> bool:
+            return (
+                config.sampled >= wanted.sampled
+                and config.filtered >= wanted.filtered
+                and _logprobs(config) >= _logprobs(wanted)
+            )
+
+        def work(config: StepConfig) -> tuple[bool, bool, int]:
+            return config.sampled, config.filtered, _logprobs(config)
+
+        return min(filter(serves, self._variants), key=work, default=wanted)
+
+    def _place(
+        self, sequences: list[tuple[Text, int]], batch: int, columns: int, decoding: int = 0
+    ) -> Lanes:
+        """Lanes on the device; the first ``decoding`` of ``sequences`` decode."""
+        slots = np.full(batch, self.slots, np.int32)
+        decodes = np.zeros(batch, bool)
+        table = np.full((batch, columns), -1, np.int32)
+        for index, (one, lane) in enumerate(sequences):
+            slots[lane] = one.slot
+            decodes[lane] = index < decoding
+            table[lane, : len(one.pages)] = one.pages
+        whole = batch == self.slots
+        placed = (None if whole else slots, decodes, table)
+        if self._lanes is not None and _same(self._lanes[0], placed):
+            return self._lanes[1]
+        lanes = jax.device_put(Lanes(*placed))
+        self._lanes = placed, lanes
+        return lanes
+
+    def _step(
+        self,
+        config: StepConfig,
+        lanes: Lanes,
+        pieces: list[tuple[Piece, int]],
+        count: int,
+        steps: int,
+        patient: bool,
+    ) -> Report:
+        """One dispatch, with room for ``count`` pieces of prompts."""
+        batch = lanes.decoding.shape[0]
+        config = self.stepping(config, batch)
+        tables = self._priced[batch, count]
+        if count:
+            rows = jax.device_put(self._rows(pieces, count, batch))
+            self._state, report = _MIXED(
+                self.weights, self._state, tables, lanes, rows, config=config
+            )
+        else:
+            limits = jax.device_put((np.int32(steps), np.bool_(patient)))
+            self._state, report = _RUN(
+                self.weights, self._state, tables, lanes, *limits, config=config, most=self.steps
+            )
+        return report
+
+    def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
+        tokens = np.zeros((count, self.prompt_width), np.int32)
+        lane = np.full(count, batch, np.int32)
+        start, rows = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for index, (piece, at) in enumerate(pieces):
+            tokens[index, : len(piece.tokens)] = piece.tokens
+            lane[index], start[index], rows[index] = at, piece.start, len(piece.tokens)
+        return Pieces(tokens, lane, start, rows)  # pyright: ignore[reportArgumentType]
+
+    def _start(self, sequences: Sequence[Text]) -> None:
+        """Admit prefilled sequences to decoding; what they emitted before counts as emitted."""
+        size = self._group
+        asked = [one.job.admission(one.slot) for one in sequences]
+
+        def column(values: list, dtype: Any, padding: Any = 0) -> Any:
+            padded = np.full(size, padding, dtype)
+            padded[: len(values)] = values
+            return padded
+
+        def asked_for(name: str, dtype: Any) -> Any:
+            return column([getattr(one, name) for one in asked], dtype)
+
+        stop_ids: Any = np.full((size, MAX_STOP_IDS), -1, np.int32)
+        for row, admission in enumerate(asked):
+            stop_ids[row, : len(admission.stop_ids)] = admission.stop_ids
+        starting = Starting(
+            slots=column([one.slot for one in sequences], np.int32, self.slots),
+            anchor=column([one.text(one.rows, one.rows + 1)[0] for one in sequences], np.int32),
+            rows=column([one.rows for one in sequences], np.int32),
+            steps=column([len(one.commits) for one in sequences], np.int32),
+            emitted=column([len(one.tokens) for one in sequences], np.int32),
+            seeds=asked_for("seed", np.uint32),
+            requests=Requests(
+                temperature=asked_for("temperature", np.float32),
+                top_k=asked_for("top_k", np.int32),
+                top_p=asked_for("top_p", np.float32),
+                seed=np.zeros((size, 2), np.uint32),  # pyright: ignore[reportArgumentType]
+                max_new_tokens=asked_for("max_new_tokens", np.int32),
+                context=column([self.context] * len(asked), np.int32),
+                stop_ids=stop_ids,
+            ),
+        )
+        self._state = _ADMIT(self._state, jax.device_put(starting))
+
+
+def _tier(tiers: tuple[int, ...], wanted: int) -> int:
+    return next(tier for tier in tiers if tier >= wanted)
+
+
+def _logprobs(config: StepConfig) -> int:
+    return -1 if config.logprobs is None else config.logprobs
+
+
+def _same(old: tuple, new: tuple) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(old, new, strict=True))

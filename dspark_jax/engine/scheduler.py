@@ -1,0 +1,203 @@
+"""Who runs in the next step: joins, pieces of prompts, room for rows, preemption. Host only."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from operator import attrgetter
+
+from dspark_jax.engine.page_store import PageStore
+from dspark_jax.engine.sequence import Sequence, Stage
+from dspark_jax.models.pages import PagePool
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Rows ``start..start+len(tokens)-1`` of a prompt, to be prefilled."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One dispatch.
+
+    Attributes:
+        starting: sequences whose prompt is complete, to be admitted to decoding first.
+        decoding: sequences that decode, the starting ones included.
+        pieces: of prompts, which ride along.
+        steps: steps to take; 1 with pieces.
+        patient: go on when a request ends: nobody waits for its place.
+    """
+
+    starting: list[Sequence]
+    decoding: list[Sequence]
+    pieces: list[Piece]
+    steps: int
+    patient: bool
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Everyone in it, once each."""
+        prompts = dict.fromkeys(piece.sequence for piece in self.pieces)
+        return [*self.decoding, *prompts]
+
+
+class Scheduler:
+    """Decides from what the host knows; nothing here waits for the device.
+
+    Older requests go first. When pages run out the newest request loses its own and waits to be
+    computed again; the oldest can always finish, because the pool holds any one request.
+
+    Args:
+        pool: the pages.
+        slots: requests decoded together.
+        width: rows of a full window.
+        pieces: pieces of prompts in one step.
+        prompt_width: rows of a piece.
+        steps: steps of a dispatch while nobody joins.
+        prefix_reuse: whether full pages are kept for later requests.
+
+    Attributes:
+        preemptions: how often a request lost its pages.
+        reused_rows: rows that were found in known pages instead of computed.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        slots: int,
+        width: int,
+        pieces: int,
+        prompt_width: int,
+        steps: int,
+        prefix_reuse: bool,
+    ) -> None:
+        self.store = PageStore(pool.count)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.reused_rows = 0
+        self._page_size = pool.size
+        self._free_slots = list(reversed(range(slots)))
+        self._width = width
+        self._pieces = pieces
+        self._prompt_width = prompt_width
+        self._steps = steps
+        self._reuse = prefix_reuse
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that wants to run."""
+        bisect.insort(self.waiting, sequence, key=attrgetter("arrival"))
+
+    def plan(self) -> Plan | None:
+        """The next dispatch; None when there is nothing to run before something is read."""
+        if not self._make_room():
+            self._join()
+        starting = [
+            s for s in self.running if s.stage is Stage.PREFILLING and s.prefilled == s.rows
+        ]
+        for sequence in starting:
+            sequence.stage = Stage.DECODING
+        decoding = [s for s in self.running if s.stage is Stage.DECODING]
+        pieces = self._next_pieces()
+        if not decoding and not pieces:
+            return None
+        steps = 1
+        if not pieces and self._grow(decoding, self._steps):
+            steps = self._steps
+        for sequence in decoding:
+            sequence.in_flight += steps
+        return Plan(starting, decoding, pieces, steps, patient=not self.waiting)
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence gives up slot, pages and place in the queue."""
+        if sequence.stage is Stage.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.stage is not Stage.DONE:
+            self.running.remove(sequence)
+            self.store.release(sequence.pages)
+            self._free_slots.append(sequence.slot)
+        sequence.pages, sequence.slot = [], -1
+        sequence.prefilled = sequence.remembered = 0
+
+    def remember(self, sequence: Sequence, rows: int) -> None:
+        """The first ``rows`` rows are, or are about to be, in its pages for good."""
+        if not self._reuse or not sequence.pages:
+            return
+        full = rows // self._page_size
+        keys = sequence.page_keys(self._page_size)
+        for column in range(sequence.remembered, full):
+            self.store.remember(sequence.pages[column], keys[column])
+        sequence.remembered = max(sequence.remembered, full)
+
+    def _make_room(self) -> bool:
+        """Pages for one more step of everyone who decodes, oldest first; whether one had to go."""
+        preempted = False
+        for sequence in list(self.running):
+            if sequence.stage is not Stage.DECODING:
+                continue
+            while sequence.slot >= 0 and not self._grow([sequence], 1):
+                self._preempt(self.running[-1])
+                preempted = True
+        return preempted
+
+    def _grow(self, sequences: list[Sequence], steps: int) -> bool:
+        """Give all of them pages for ``steps`` more steps, or none of them any."""
+        missing = [self._missing(sequence, steps) for sequence in sequences]
+        if sum(missing) > self.store.free:
+            return False
+        for sequence, count in zip(sequences, missing, strict=True):
+            sequence.pages += self.store.take(count)
+        return True
+
+    def _missing(self, sequence: Sequence, steps: int) -> int:
+        rows = sequence.most_rows(steps, self._width)
+        return max(0, -(-rows // self._page_size) - len(sequence.pages))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.leave(sequence)
+        sequence.stage = Stage.WAITING
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _join(self) -> None:
+        """Let the queue in while slots and pages last, in order."""
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            if sequence.in_flight:
+                return  # its newest tokens are not read yet
+            keys = sequence.page_keys(self._page_size) if self._reuse else []
+            shared = self.store.known(keys)
+            missing = self._missing(sequence, 1) - len(shared)
+            # One page each for those that will grow, or they would throw the newcomer out again.
+            spare = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
+            if missing + self.store.unused(shared) + spare > self.store.free:
+                return
+            self.store.share(shared)
+            sequence.pages = shared + self.store.take(missing)
+            sequence.remembered = len(shared)
+            sequence.prefilled = len(shared) * self._page_size
+            self.reused_rows += sequence.prefilled
+            sequence.slot = self._free_slots.pop()
+            sequence.stage = Stage.PREFILLING
+            self.waiting.pop(0)
+            bisect.insort(self.running, sequence, key=attrgetter("arrival"))
+
+    def _next_pieces(self) -> list[Piece]:
+        """As many rows of prompts as a step takes, of the oldest first."""
+        pieces: list[Piece] = []
+        for sequence in self.running:
+            while sequence.prefilled < sequence.rows and len(pieces) < self._pieces:
+                if sequence.stage is not Stage.PREFILLING:
+                    break
+                start = sequence.prefilled
+                end = min(start + self._prompt_width, sequence.rows)
+                pieces.append(Piece(sequence, start, sequence.text(start, end)))
+                sequence.prefilled = end
+                # What runs after this dispatch finds the rows written.
+                self.remember(sequence, end)
+        return pieces

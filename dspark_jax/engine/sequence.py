@@ -1,0 +1,85 @@
+"""One request inside an engine: its text, its pages, and where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from dspark_jax.decode.job import Job
+from dspark_jax.decode.request import TokenLogprob
+from dspark_jax.engine.page_store import Key, next_key
+
+
+class Stage(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = enum.auto()
+    PREFILLING = enum.auto()
+    DECODING = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request from its arrival to its answer. ``tokens`` and ``steps`` are what the host knows.
+
+    Attributes:
+        job: the checked request; its index counts arrivals.
+        context: most tokens of prompt and answer together.
+        tokens: the answer so far.
+        windows, accepted, commits: of every step so far.
+        logprobs: one a token, if asked for.
+        slot: while prefilling or decoding.
+        pages: of its rows, in order.
+        prefilled: rows of the text whose prefill has been dispatched or restored.
+        in_flight: steps dispatched and not read yet.
+        keys: of its full pages of known tokens.
+        remembered: how many of ``pages`` the store has been told of.
+    """
+
+    job: Job
+    context: int
+    stage: Stage = Stage.WAITING
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    windows: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    commits: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    slot: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    prefilled: int = 0
+    in_flight: int = 0
+    keys: list[Key] = dataclasses.field(default_factory=list)
+    remembered: int = 0
+
+    @property
+    def arrival(self) -> int:
+        """Order of service."""
+        return self.job.index
+
+    @property
+    def rows(self) -> int:
+        """Known rows: all of the text but its last token, the anchor of the next step."""
+        return len(self.job.prompt_ids) + len(self.tokens) - 1
+
+    def text(self, begin: int, end: int) -> list[int]:
+        """Token ids ``begin..end-1`` of prompt and answer."""
+        prompt = self.job.prompt_ids
+        if end <= len(prompt):
+            return list(prompt[begin:end])
+        after = self.tokens[max(begin - len(prompt), 0) : end - len(prompt)]
+        return [*prompt[begin:], *after]
+
+    def most_rows(self, steps: int, width: int) -> int:
+        """Rows it can own after ``steps`` more steps of windows of ``width`` rows."""
+        limit = len(self.job.prompt_ids) + self.job.params.max_new_tokens
+        return min(self.rows + (self.in_flight + steps) * width, limit - 1, self.context - 1)
+
+    def page_keys(self, page_size: int) -> list[Key]:
+        """Keys of the full pages of its known rows."""
+        for page in range(len(self.keys), self.rows // page_size):
+            previous = self.keys[-1] if self.keys else b""
+            self.keys.append(
+                next_key(previous, self.text(page * page_size, (page + 1) * page_size))
+            )
+        return self.keys

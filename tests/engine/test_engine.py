@@ -1,0 +1,283 @@
+"""Whatever is served, preempted or aborted beside it, a request gets the answer it has alone."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.decode.request import Request, SamplingParams
+from dspark_jax.decode.session import Generator
+from dspark_jax.engine.engine import Engine
+from dspark_jax.schedule.cost import no_costs
+from dspark_jax.testing.markov import MarkovTargetConfig
+from dspark_jax.testing.summing import sum_of
+from tests.engine.small import BLOCK, DRAFTER, SMALL, STOP, TARGET, VOCAB, WEIGHTS
+
+# Few programs, because compiling is what takes time here: most tests share those of "compact".
+MODES = {
+    "off": {
+        "mode": "off",
+        "batch_tiers": (2, 4),
+        "context_tiers": (32,),
+        "max_batched_tokens": 9,
+    },
+    "cap-accept": {"mode": "cap-accept", "threshold": 0.6},
+    "fixed k": {"mode": "static", "k": 1},
+}
+
+
+def priced():
+    """Costs under which windows depend on the batch."""
+    plain = no_costs(SMALL.max_requests, BLOCK)
+    verify = 1.0 + 0.12 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
+    return plain.replace(verify=verify[None], known=jnp.asarray(True))
+
+
+def random_requests(count, seed=0, longest=50, **params):
+    random = np.random.default_rng(seed)
+    return [
+        Request(
+            random.integers(0, VOCAB, random.integers(1, longest)).tolist(),
+            SamplingParams(max_new_tokens=int(random.integers(1, 40)), seed=index, **params),
+        )
+        for index in range(count)
+    ]
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def drain(engine):
+    """Step until nothing is left, but not for ever."""
+    found = {}
+    for _ in range(10_000):
+        if not engine.busy:
+            return found
+        found |= engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.fixture(scope="module")
+def compact(make_engine):
+    """Engines with one set of programs, warmed up for sampling: greedy requests use them too."""
+
+    def make(**changes):
+        engine = make_engine(cost_table=priced(), **changes)
+        engine.warmup(SamplingParams(temperature=1.0))
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(compact):
+    return compact()
+
+
+def test_a_life_of_joins_aborts_preemptions_and_full_pools_ends_where_it_began(engine, solo):
+    drain(engine)
+    pages = engine.free_pages
+    random = np.random.default_rng(1)
+    sizes = []
+    for round_of_life in range(2):
+        asked, found, aborted = {}, {}, {}
+        for request in random_requests(80, seed=round_of_life):
+            asked[engine.add(request)] = request
+            for _ in range(random.integers(0, 4)):
+                found |= engine.step()
+            live = [index for index in asked if index not in found and index not in aborted]
+            if live and random.uniform() < 0.15:
+                index = int(random.choice(live))
+                aborted[index] = engine.abort(index)
+        found |= drain(engine)
+        for index, request in asked.items():
+            answer = (aborted | found)[index]
+            alone = solo(request.prompt, request.params.max_new_tokens)
+            assert answer.token_ids == alone[: len(answer.token_ids)]
+            assert index in aborted or answer.token_ids == alone
+            assert sum(answer.commits) == len(answer.token_ids)
+        assert len(aborted) > 3
+        assert engine.free_pages == pages == SMALL.pages
+        sizes.append(live_bytes())
+    assert engine.preemptions > 10, "the pool was never full"
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("mode", ["off", "cap-accept"])
+def test_greedy_answers_are_those_of_the_target_alone(make_engine, solo, mode):
+    engine = make_engine(**MODES[mode])
+    requests = random_requests(20, seed=2)
+    answers = engine.generate(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.token_ids == solo(request.prompt, request.params.max_new_tokens)
+        full = len(request.prompt) + len(answer.token_ids) == SMALL.max_context
+        stopped = answer.token_ids[-1] == STOP
+        assert answer.finish_reason == ("stop" if stopped else "context" if full else "length")
+    windows = {window for answer in answers for window in answer.windows}
+    assert windows == ({0} if mode == "off" else set(range(BLOCK + 1)))
+    mean = np.mean([answer.accepted_length for answer in answers])
+    assert mean == 1 if mode == "off" else mean > 1.3
+
+
+def test_sampled_answers_are_those_of_a_session_however_often_preempted(make_engine):
+    requests = random_requests(16, seed=3, longest=20, temperature=0.8)
+    engine = make_engine(pages=16, **MODES["fixed k"])
+    found = engine.generate(requests)
+    assert engine.preemptions > 0
+    session = Generator(TARGET, DRAFTER, batch=4, max_context=SMALL.max_context, mode="static", k=1)
+    for one, other in zip(found, session.generate(requests), strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.windows == other.windows
+        assert one.finish_reason == other.finish_reason
+
+
+def test_tokens_do_not_depend_on_overlap(compact):
+    def serve(overlap):
+        engine = compact(overlap=overlap)
+        random = np.random.default_rng(4)
+        found = {}
+        for request in random_requests(30, seed=4, temperature=0.9):
+            engine.add(request)
+            for _ in range(random.integers(0, 5)):
+                found |= engine.step()
+        return found | drain(engine)
+
+    on, off = serve(True), serve(False)
+    assert on == off
+    windows = [window for answer in on.values() for window in answer.windows]
+    assert len(set(windows)) > 2
+
+
+def test_a_mixed_workload_traces_nothing_and_moves_nothing_unasked_after_warm_up(engine):
+    requests = random_requests(30, seed=5) + random_requests(30, seed=6, temperature=0.7)
+    with jax.no_tracing(), jax.transfer_guard("disallow"):
+        assert all(answer.token_ids for answer in engine.generate(requests))
+
+
+def test_a_restored_prefix_restores_the_drafters_context(compact, engine):
+    prompt = np.random.default_rng(7).integers(0, VOCAB, 33).tolist()
+    request = Request(prompt, SamplingParams(max_new_tokens=20))
+    drain(engine)
+    first, second = (engine.generate([request])[0] for _ in range(2))
+    fresh = compact(prefix_reuse=False).generate([request])[0]
+    assert second == first == fresh, "windows and acceptance included"
+    assert engine.reused_rows >= 32
+
+
+def test_an_abort_is_final(engine, solo):
+    drain(engine)
+    index = engine.add(Request([3, 4], SamplingParams(max_new_tokens=30)))
+    assert engine.abort(index).token_ids == ()
+    assert not engine.busy
+    prompt = next([token] for token in range(VOCAB) if len(solo([token], 30)) == 30)
+    index = engine.add(Request(prompt, SamplingParams(max_new_tokens=30)))
+    while not (answer := engine.tokens(index)):
+        engine.step()
+    aborted = engine.abort(index)
+    assert aborted.finish_reason == "abort"
+    assert aborted.token_ids == answer
+    assert index not in drain(engine)
+    with pytest.raises(KeyError, match=f"request {index} is not waiting"):
+        engine.abort(index)
+
+
+def test_logprobs_are_those_of_the_raw_logits(make_engine):
+    asked = SamplingParams(max_new_tokens=12, logprobs=2)
+    requests = [Request([5, 6, 7], asked), Request([8], SamplingParams(max_new_tokens=5))]
+    found, plain = make_engine(**MODES["off"]).generate(requests)
+    assert plain.logprobs is None
+    scores = np.asarray(jax.nn.log_softmax(WEIGHTS[0].logits))
+    for index, one in enumerate(found.logprobs):
+        row = scores[sum_of([5, 6, 7, *found.token_ids[:index]], VOCAB)]
+        best = np.argsort(-row)[:2]
+        assert one.token_id == found.token_ids[index] == best[0]
+        assert one.logprob == pytest.approx(row[best[0]], abs=1e-4)
+        assert one.top == tuple((int(i), pytest.approx(row[i], abs=1e-4)) for i in best)
+
+
+def test_answers_that_end_beside_a_list_are_not_lost(engine, solo):
+    drain(engine)
+    index = engine.add(Request([1, 2], SamplingParams(max_new_tokens=2)))
+    engine.generate([Request([3, 4, 5], SamplingParams(max_new_tokens=30))])
+    assert engine.step()[index].token_ids == solo([1, 2], 2)
+    assert not engine.busy
+
+
+def test_a_refused_request_starts_none_of_its_companions(engine):
+    drain(engine)
+    with pytest.raises(ValueError, match="prompt of 60 tokens"):
+        engine.generate([Request([1]), Request([1] * 60)])
+    assert not engine.busy
+
+
+def test_tokens_are_cut_at_a_stop_string_and_text_is_shown_as_it_grows():
+    letters = dataclasses.replace(TARGET, text=Letters())
+    engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"]))
+    prompt = Letters().encode("hello")
+    (plain,) = engine.generate([Request(prompt, SamplingParams(max_new_tokens=30))])
+    assert len(plain.text) > 8
+    stop = plain.text[5:7]
+    pieces = []
+    params = SamplingParams(max_new_tokens=30, stop=(stop,))
+    index = engine.add(Request("hello", params), on_text=pieces.append)
+    answer = drain(engine)[index]
+    assert answer.text == "".join(pieces) == plain.text[: plain.text.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert Letters().decode(answer.token_ids).endswith(stop)
+    assert sum(answer.commits) == len(answer.token_ids)
+
+
+class Letters:
+    """Every token is a letter."""
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"[:VOCAB]
+
+    def encode(self, text):
+        return [self.letters.index(letter) for letter in text]
+
+    def decode(self, ids):
+        return "".join(self.letters[i] for i in ids)
+
+    def stream(self):
+        from dspark_jax.text.stream import TextStream
+
+        return TextStream(self.decode)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pages": 14}, "pages is 14; wanted at least 15"),
+        (
+            {"max_batched_tokens": 16},
+            "max_batched_tokens is 16; wanted at least 17: 4 windows of 3",
+        ),
+        ({"batch_tiers": (2, 3)}, r"batch_tiers are \(2, 3\).*end at max_requests, 4"),
+        ({"context_tiers": (30, 20)}, r"context_tiers are \(30, 20\)"),
+        ({"context_tiers": (99,)}, "context tier is 99 rows, max_context is 60"),
+        ({"threshold": 1.1}, "threshold is 1.1"),
+        ({"threshold": 0.5, "mode": "static"}, "threshold is 0.5 in mode 'static'"),
+        ({"steps": 0}, "steps is 0"),
+        ({"page_size": 2.5}, "page_size is 2.5"),
+        ({"k": 9}, "k is 9"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_the_start(make_engine, change, says):
+    with pytest.raises(ValueError, match=says):
+        make_engine(**change)
+
+
+def test_a_target_without_pages_is_refused():
+    unpaged = dataclasses.replace(TARGET, config=MarkovTargetConfig(VOCAB))  # pyright: ignore
+    with pytest.raises(NotImplementedError, match="no paged cache"):
+        Engine(unpaged)
+
+
+def test_an_engine_without_costs_says_that_it_verifies_everything(make_engine, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_engine()
+    assert "no cost table: every drafted token is verified" in caplog.text

@@ -1,0 +1,146 @@
+"""Who runs when, decided on the host: no device is asked in any of these."""
+
+import pytest
+
+from dspark_jax.decode.job import Job
+from dspark_jax.decode.request import SamplingParams
+from dspark_jax.engine.scheduler import Scheduler
+from dspark_jax.engine.sequence import Sequence, Stage
+from dspark_jax.models.pages import PagePool
+
+WIDTH = 4
+
+
+def scheduler(pages=8, slots=4, pieces=2, **changes):
+    options = {"width": WIDTH, "prompt_width": 4, "steps": 3, "prefix_reuse": True} | changes
+    return Scheduler(PagePool(pages, 4, 8), slots=slots, pieces=pieces, **options)
+
+
+def sequence(index, prompt, max_new_tokens=20):
+    prompt = tuple(prompt)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return Sequence(Job(index, prompt, params, 0, ()), context=32)
+
+
+def emit(sequence, plan, *tokens):
+    """What reading a dispatch does to a sequence."""
+    sequence.in_flight -= plan.steps
+    sequence.tokens += tokens
+    sequence.commits.append(len(tokens))
+
+
+def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
+    queue = scheduler()
+    short, long = sequence(0, [5]), sequence(1, range(10))
+    queue.add(short)
+    queue.add(long)
+    first = queue.plan()
+    assert first.decoding == [short], "the last token of a prompt is not prefilled"
+    assert [(piece.start, piece.tokens) for piece in first.pieces] == [
+        (0, [0, 1, 2, 3]),
+        (4, [4, 5, 6, 7]),
+    ]
+    second = queue.plan()
+    assert second.decoding == [short]
+    assert [(piece.start, piece.tokens) for piece in second.pieces] == [(8, [8])]
+    third = queue.plan()
+    assert third.starting == [long]
+    assert third.decoding == [short, long]
+    assert not third.pieces
+
+
+def test_several_steps_are_dispatched_only_while_no_prompt_is_read():
+    queue = scheduler()
+    queue.add(sequence(0, [5, 6]))
+    assert queue.plan().steps == 1
+    assert queue.plan().steps == 3
+    queue.add(sequence(1, [1, 2, 3]))
+    assert queue.plan().steps == 1
+
+
+def test_a_dispatch_is_patient_only_while_nobody_waits():
+    queue = scheduler(slots=1)
+    queue.add(sequence(0, [5]))
+    assert queue.plan().patient
+    queue.add(sequence(1, [6]))
+    assert not queue.plan().patient
+
+
+def test_the_newest_request_makes_room_and_waits_for_its_last_tokens():
+    queue = scheduler(pages=5, prefix_reuse=False)
+    old, new = sequence(0, [1] * 4), sequence(1, [2] * 4)
+    queue.add(old)
+    queue.add(new)
+    queue.plan()
+    plan = queue.plan()
+    assert plan.decoding == [old, new]
+    emit(old, plan, 3, 3, 3, 3)
+    emit(new, plan, 4, 4, 4, 4)
+    plan = queue.plan()
+    assert plan.decoding == [old]
+    assert new.stage is Stage.WAITING
+    assert queue.preemptions == 1
+    assert new.tokens == [4, 4, 4, 4]
+    assert new.pages == []
+
+
+def test_a_preempted_request_is_not_rejoined_before_its_newest_tokens_are_read():
+    queue = scheduler(pages=6, prefix_reuse=False)
+    old, new = sequence(0, [1] * 4), sequence(1, [2] * 4)
+    queue.add(old)
+    queue.add(new)
+    queue.plan()
+    unread = queue.plan()
+    queue.plan()
+    while new.stage is not Stage.WAITING:
+        queue.plan()
+    queue.leave(old)
+    old.stage = Stage.DONE
+    assert queue.plan() is None
+    emit(new, unread, 9)
+    new.in_flight = 0
+    (piece, *_) = queue.plan().pieces
+    assert piece.tokens == [2, 2, 2, 2], "prompt and answer are computed again"
+    assert new.rows == 4
+
+
+def test_a_known_prefix_is_not_prefilled_again():
+    queue = scheduler(pieces=9)
+    text = list(range(9))
+    first = sequence(0, text)
+    queue.add(first)
+    queue.plan()
+    queue.leave(first)
+    first.stage = Stage.DONE
+    same, other = sequence(1, text), sequence(2, [*text[:4], 30, 31, 32, 33, 34])
+    queue.add(same)
+    queue.add(other)
+    plan = queue.plan()
+    assert plan.starting == [same], "all its full pages are known, and 8 rows fill them"
+    assert [(piece.sequence, piece.start) for piece in plan.pieces] == [(other, 4)]
+    assert same.pages[0] == other.pages[0]
+
+
+def test_reuse_can_be_switched_off():
+    queue = scheduler(pieces=9, prefix_reuse=False)
+    for index in range(2):
+        again = sequence(index, range(9))
+        queue.add(again)
+        assert queue.plan().pieces[0].start == 0
+        queue.leave(again)
+        again.stage = Stage.DONE
+
+
+def test_older_requests_are_served_first():
+    queue = scheduler(slots=1)
+    late, early = sequence(5, [1]), sequence(2, [1])
+    queue.add(late)
+    queue.add(early)
+    assert queue.plan().decoding == [early]
+
+
+@pytest.mark.parametrize(("max_new_tokens", "rows"), [(1, 4), (3, 6), (20, 11)])
+def test_no_page_is_kept_for_rows_that_cannot_come(max_new_tokens, rows):
+    short = sequence(0, [1] * 4, max_new_tokens)
+    short.in_flight = 1
+    assert short.most_rows(1, WIDTH) == rows
