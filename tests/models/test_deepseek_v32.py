@@ -112,7 +112,7 @@ def test_pages_anywhere_hold_what_a_contiguous_cache_holds():
         assert not np.any(layer.index[-SPARE:])
 
 
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())
 def test_any_accepted_prefix_of_any_window_leaves_the_rows_of_serial_decoding(kind, data):
     """Windows of 0 to 8 rows; rejected drafts are other tokens and stay behind as scratch.
