@@ -80,7 +80,7 @@ SHAPES = {
         ),
         drafter=DrafterSection(5, 7, (1, 9, 17, 25, 33), 151669, 256),
         sequence_length=2048,
-        anchor_chunk=128,
+        anchor_chunk=512,
         reference_ms=79.2,
         reference_gigabytes=22.5,
     ),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
+
+from pallas_kernels.row_linear import reference
 
 ROWS = 16
 """Rows of a launch; missing ones are computed as zeros."""
@@ -92,9 +94,14 @@ def rms_linear(
 ) -> Float[Array, "... O"]:
     """The operation of `reference.rms_linear` for operands that `unsupported` passes.
 
-    Jitted, so that a model of many layers traces and lowers it once. Not differentiable.
+    Jitted, so that a model of many layers traces and lowers it once.
     """
-    return _launch(x, weight, tuning, interpret, norm=norm, eps=eps, gated=gated)
+
+    def kernel(x: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:
+        return _launch(x, weight, tuning, interpret, norm=norm, eps=eps, gated=gated)
+
+    plain = functools.partial(reference.rms_linear, eps=eps, gated=gated)
+    return _differentiable(kernel, plain)(x, norm, weight)
 
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
@@ -108,9 +115,24 @@ def linear_add(
 ) -> Float[Array, "... O"]:
     """The operation of `reference.linear_add` for operands that `unsupported` passes.
 
-    Jitted, so that a model of many layers traces and lowers it once. Not differentiable.
+    Jitted, so that a model of many layers traces and lowers it once.
     """
-    return _launch(x, weight, tuning, interpret, residual=residual)
+
+    def kernel(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
+        return _launch(x, weight, tuning, interpret, residual=residual)
+
+    return _differentiable(kernel, reference.linear_add)(x, weight, residual)
+
+
+def _differentiable(kernel: Callable[..., Array], plain: Callable[..., Array]) -> Any:
+    """``kernel`` forwards; backwards the gradient of ``plain``, which computes the same."""
+
+    def backward(operands: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+        return jax.vjp(plain, *operands)[1](cotangent)
+
+    operation = jax.custom_vjp(kernel)
+    operation.defvjp(lambda *operands: (kernel(*operands), operands), backward)
+    return operation
 
 
 def _launch(

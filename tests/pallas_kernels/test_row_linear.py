@@ -92,6 +92,28 @@ def test_the_residual_is_added(ops):
     assert relative_error(ops.linear_add(x, weight, residual), want) < ROUNDING
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_gradient_is_that_of_the_reference(ops, gated):
+    x, norm, weight = normed_case(3, 64, 32)
+    w2 = draw(64, 16 if gated else 32, seed=3, scale=0.1)
+    wide = jnp.concatenate([w2] * (4 if gated else 2), axis=1)  # the kernel wants 64 numbers
+
+    def total(normed, added, x, norm, weight):
+        out = normed(x, norm, weight, gated)
+        out = jnp.concatenate([out] * (4 if gated else 2), axis=1)
+        return jnp.sum(jnp.sin(added(out, wide, x).astype(jnp.float32)))
+
+    def plain(x, norm, weight, gated):
+        return reference.rms_linear(x, norm, weight, EPS, gated)
+
+    found = jax.grad(functools.partial(total, *ops), argnums=(0, 1, 2))(x, norm, weight)
+    wanted = jax.grad(functools.partial(total, plain, reference.linear_add), (0, 1, 2))(
+        x, norm, weight
+    )
+    for own, other in zip(found, wanted, strict=True):
+        assert relative_error(own, np.asarray(other, np.float64)) < 2 * ROUNDING
+
+
 def test_leading_axes_are_kept(ops):
     x, norm, weight = normed_case(6, 64, 16)
     shaped = ops.rms_linear(x.reshape(1, 2, 3, 64), norm, weight, False)
