@@ -44,6 +44,19 @@ from train.stopping import Stop
 DRAFTER = "drafter"
 
 
+def check_trainable(target: LoadedTarget) -> None:
+    """Refuse a target whose layers training cannot run over whole sequences.
+
+    Raises:
+        ValueError: names the kind of target.
+    """
+    if not isinstance(target.config, DenseConfig):
+        raise ValueError(
+            f"{target.name} has a {type(target.config).__name__}: it decodes and cannot be trained "
+            "for yet; wanted a dense target (Llama family, Qwen3)"
+        )
+
+
 def run_training(
     config: TrainConfig, target: LoadedTarget, *, resume: bool = False, stop: Stop | None = None
 ) -> bool:
@@ -57,8 +70,10 @@ def run_training(
         then knows which.
 
     Raises:
-        ValueError: data of another target, a drafter that does not fit, a changed run.
+        ValueError: a target that only decodes, data of another target, a drafter that does not
+            fit, a changed run.
     """
+    check_trainable(target)
     folder = Path(config.training.output)
     mesh = _check_mesh(config)
     drafter = drafter_config(config.drafter, target)

@@ -60,13 +60,9 @@ def deepseek_v32_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV3
             f"{where}: routed_scaling_factor is {raw['routed_scaling_factor']!r}; wanted a number"
         )
     theta, yarn, mscale = _rope(raw, where)
-    config = DeepseekV32Config(
-        **{name: int(raw.get(name) or 0) for name in counts},
-        **{name: float(raw[name]) for name in floats},
-        rope_theta=theta,
-        yarn=yarn,
-        yarn_mscale=mscale,
-    )
+    fields: dict[str, Any] = {name: int(raw.get(name) or 0) for name in counts}
+    fields |= {name: float(raw[name]) for name in floats}
+    config = DeepseekV32Config(**fields, rope_theta=theta, yarn=yarn, yarn_mscale=mscale)
     _check_shapes(config, where)
     _check_layers(config, raw, where)
     return config
@@ -76,7 +72,7 @@ def _rope(raw: Mapping[str, Any], where: Path | str) -> tuple[float, Yarn | None
     """RoPE base, YaRN's rescaling of it, and YaRN's factor of the scores."""
     spelled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = spelled.get("rope_theta", raw.get("rope_theta"))
-    if type(theta) not in (int, float):
+    if not isinstance(theta, int | float):
         raise ValueError(f"{where}: rope_theta is {theta!r}; wanted a number")
     kind = spelled.get("rope_type") or spelled.get("type") or "default"
     if kind == "default":

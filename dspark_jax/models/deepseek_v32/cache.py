@@ -21,8 +21,7 @@ class LayerCache:
     index: Float[Array, "N P I"]
 
 
-@flax.struct.dataclass
-class DeepseekV32Cache:
+class DeepseekV32Cache(flax.struct.PyTreeNode):
     """Every layer's rows, where each slot's lie, and how many are committed.
 
     Attributes:
