@@ -12,6 +12,7 @@ caches of half the size.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_quant import V3_2, V4, empty_pages, write
 from pallas_kernels.sparse_mla import mosaic_gpu, reference
 from pallas_kernels.sparse_mla.selection import Selection
 from pallas_kernels.sparse_mla.shapes import SHAPES, Shape
@@ -45,19 +47,14 @@ Operands = tuple[jax.Array, tuple[Selection, ...], jax.Array]
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def implementations(shape: Shape, sm_scale: float) -> dict[str, Attend]:
-    """The kernel as callers get it, other splits of the keys where it splits them, and XLA."""
+def implementations(shape: Shape, sm_scale: float) -> dict[str, tuple[str, Attend]]:
+    """The kind of pools and a call of each way to run the shape."""
     run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=sm_scale)
-    blocks = shape.tokens * shape.heads // mosaic_gpu.HEADS
-    tiles = -(-shape.keys // 64) + -(-shape.extra // 64)
-    splits = mosaic_gpu.split_count(blocks, tiles)
-    found: dict[str, Attend] = {"mosaic": run}
-    for other in {1, splits // 2} - {0, splits}:
-        found[f"mosaic /{other}"] = functools.partial(run, splits=other)
-    if shape.tokens <= 64:
-        found["xla"] = functools.partial(
-            reference.sparse_mla, sm_scale=sm_scale, value_width=mosaic_gpu.VALUE_WIDTH
-        )
+    found: dict[str, tuple[str, Attend]] = {"mosaic": ("bf16", run), "mosaic fp8": ("fp8", run)}
+    if shape.tokens <= 8:
+        found["mosaic unsplit"] = "bf16", functools.partial(run, splits=1)
+        xla = functools.partial(reference.sparse_mla, value_width=mosaic_gpu.VALUE_WIDTH)
+        found["xla"] = "bf16", functools.partial(xla, sm_scale=sm_scale)
     return found
 
 
@@ -77,6 +74,16 @@ def operands(shape: Shape, seed: int) -> Operands:
     return query, tuple(selections), jax.random.normal(next(keys), (shape.heads,))
 
 
+@jax.jit
+def quantised(selection: Selection) -> Selection:
+    """The same rows in the bytes of the model that has keys of their width."""
+    pages, page, width = selection.pool.shape
+    layout = V3_2 if width == V3_2.width else V4
+    rows = selection.pool.reshape(pages * page, width)
+    pool = write(empty_pages(pages, page, layout), jnp.arange(len(rows)), rows, layout, page)
+    return Selection(pool, selection.indices, page_size=page)
+
+
 @functools.partial(jax.jit, static_argnames="sm_scale")
 def wide(query: jax.Array, selections: Any, sinks: jax.Array, sm_scale: float) -> Any:
     """The operation in fp32 throughout."""
@@ -87,52 +94,59 @@ def wide(query: jax.Array, selections: Any, sinks: jax.Array, sm_scale: float) -
         return reference.sparse_mla(query, selections, sinks, sm_scale, mosaic_gpu.VALUE_WIDTH)
 
 
+def expected(case: Operands, sm_scale: float) -> tuple[jax.Array, jax.Array]:
+    """Results of the last tokens in fp32, computed on the CPU."""
+    query, selections, sinks = case
+    last = slice(-CHECKED_TOKENS, None)
+    few = tuple(dataclasses.replace(s, indices=s.indices[last]) for s in selections)
+    return wide(*jax.device_put((query[last], few, sinks), jax.devices("cpu")[0]), sm_scale)
+
+
 def relative_error(got: jax.Array, want: jax.Array) -> float:
     """Frobenius norm of the difference over that of ``want``; NaN counts."""
     difference = jnp.linalg.norm(got.astype(jnp.float32).ravel() - want.ravel())
     return float(difference / jnp.linalg.norm(want.ravel()))
 
 
-def check(attend: Attend, case: Operands, sm_scale: float) -> dict[str, Any]:
-    """Errors of the last tokens' results and whether two runs agree to the bit."""
-    query, selections, sinks = case
-    attend = jax.jit(attend)
-    out, lse = attend(query, selections, sinks)
-    again, _ = attend(query, selections, sinks)
-    last = slice(-CHECKED_TOKENS, None)
-    few = tuple(Selection(s.pool, s.indices[last]) for s in selections)
-    want, want_lse = wide(query[last], few, sinks, sm_scale)
-    return {
-        "error": relative_error(out[last], want),
-        "lse_error": float(jnp.abs(lse[last] - want_lse).max()),
-        "repeats_bitwise": bool((out == again).all()),
-    }
-
-
-def microseconds(attend: Attend, case: Operands, estimate: float) -> float:
-    """Median time of a call among dependent ones, lists prepared anew in each."""
+def program(attend: Attend, estimate: float) -> tuple[Callable[..., Any], int]:
+    """Dependent calls in one jitted program, lists prepared anew in each, and how many."""
     repeats = max(2, round(MILLISECONDS * 1e3 / estimate / CALLS))
 
     @jax.jit
-    def program(query: jax.Array, selections: Any, sinks: jax.Array) -> Any:
-        def calls(_: int, carry: Any) -> Any:
+    def run(query: jax.Array, selections: Any, sinks: jax.Array) -> Any:
+        def calls(_: int, result: Any) -> Any:
             for _ in range(CALLS):
-                shift = (carry[0] > 1e30).astype(jnp.int32)  # never: scores are small
-                moved = tuple(Selection(s.pool, s.indices + shift) for s in selections)
-                out, lse = attend(query, moved, sinks)
-                carry = lse[0, 0], out
-            return carry
+                shift = (result[1][0, 0] > 1e30).astype(jnp.int32)  # never: scores are small
+                moved = [dataclasses.replace(s, indices=s.indices + shift) for s in selections]
+                result = attend(query, tuple(moved), sinks)
+            return result
 
-        first = jnp.zeros((*query.shape[:2], mosaic_gpu.VALUE_WIDTH), query.dtype)
-        return jax.lax.fori_loop(0, repeats, calls, (jnp.float32(0), first))[0]
+        tokens, heads, _ = query.shape
+        out = jnp.zeros((tokens, heads, mosaic_gpu.VALUE_WIDTH), query.dtype)
+        return jax.lax.fori_loop(0, repeats, calls, (out, jnp.zeros((tokens, heads))))
 
-    program(*case).block_until_ready()
+    return run, CALLS * repeats
+
+
+def measure_ours(
+    attend: Attend, case: Operands, want: tuple[jax.Array, jax.Array], estimate: float
+) -> dict[str, Any]:
+    """Median µs of a call, errors of the last tokens' results, whether two runs agree bitwise."""
+    run, calls = program(attend, estimate)
+    out, lse = jax.block_until_ready(run(*case))
     samples = []
     for _ in range(SAMPLES):
         begin = time.perf_counter()
-        program(*case).block_until_ready()
+        again, _ = jax.block_until_ready(run(*case))
         samples.append(time.perf_counter() - begin)
-    return statistics.median(samples) / (CALLS * repeats) * 1e6
+    last, cpu = slice(-CHECKED_TOKENS, None), jax.devices("cpu")[0]
+    row = {
+        "us": statistics.median(samples) / calls * 1e6,
+        "error": relative_error(jax.device_put(out[last], cpu), want[0]),
+        "lse_error": float(jnp.abs(jax.device_put(lse[last], cpu) - want[1]).max()),
+        "repeats_bitwise": bool((out == again).all()),
+    }
+    return row | {"failed": _verdict(row)}
 
 
 def floors(shape: Shape) -> dict[str, float]:
@@ -152,7 +166,7 @@ class FlashMLA:
     """The peer's kernels on PyTorch operands of the same shapes, timed by graph replay."""
 
     def __init__(self, library: Path) -> None:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         self.torch = torch
         torch.ops.load_library(str(library))
@@ -235,14 +249,15 @@ def measure(name: str, seed: int, peer: FlashMLA | None) -> Iterator[dict[str, A
     shape = SHAPES[name]
     sm_scale = shape.width**-0.5
     limits = floors(shape)
-    case = operands(shape, seed)
-    for variant, attend in implementations(shape, sm_scale).items():
+    estimate = 50 + 2 * limits["product_us"]
+    numbers = operands(shape, seed)
+    query, selections, sinks = numbers
+    cases = {"bf16": numbers, "fp8": (query, tuple(map(quantised, selections)), sinks)}
+    want = {kind: expected(case, sm_scale) for kind, case in cases.items()}
+    for variant, (kind, attend) in implementations(shape, sm_scale).items():
         row: dict[str, Any] = {"shape": name, "implementation": variant}
         try:
-            row |= check(attend, case, sm_scale)
-            estimate = 50 + 2 * limits["product_us"]
-            row["us"] = microseconds(attend, case, estimate)
-            row["failed"] = _verdict(row)
+            row |= measure_ours(attend, cases[kind], want[kind], estimate)
         except Exception as error:  # one variant must not cost the others their numbers
             row["failed"] = brief(error)
         yield row | limits

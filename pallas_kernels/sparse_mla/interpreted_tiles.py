@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla.hopper_tiles import SLOTS
-from pallas_kernels.sparse_mla.tiling import KEYS, Starts, tile_start
+from pallas_kernels.sparse_mla.hopper_ptx import SLOTS
+from pallas_kernels.sparse_mla.tiling import KEYS, Source, tile_start
 
 _HALF = 256
 
@@ -64,18 +64,20 @@ class Tiles:
         self,
         rows: Any,
         pools: tuple[Any, ...],
+        source: Source,
         first: jax.Array,
         pairs: jax.Array,
         tiles: tuple[jax.Array, jax.Array],
-        starts: Starts,
     ) -> None:
-        """The producer's whole work."""
+        """The producer's whole work, out of pools of numbers."""
+        if source.layout is not None:
+            raise NotImplementedError("the interpreter reads pools of numbers, these hold bytes")
         width = self.keys.shape[2]
 
         def pair(step, carry):
             for tile in (0, 1):
                 number = 2 * (first + step) + tile
-                listed = rows[pl.ds(tile_start(number, tiles, starts), KEYS)]
+                listed = rows[pl.ds(tile_start(number, tiles, source.starts), KEYS)]
                 for half, columns in enumerate((pl.ds(0, _HALF), pl.ds(_HALF, width - _HALF))):
                     slot = 2 * tile + half
 

@@ -26,9 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kv_quant import V4
 from pallas_kernels.sparse_mla import hopper_tiles, interpreted_tiles
 from pallas_kernels.sparse_mla.selection import Selection
-from pallas_kernels.sparse_mla.tiling import KEYS, Starts, layout, tile_start
+from pallas_kernels.sparse_mla.tiling import KEYS, Source, layout, tile_start
 
 HEADS = 64
 """Heads of a block: the height of one wgmma product."""
@@ -43,8 +44,8 @@ _MATRIX = plgpu.Layout.WGMMA
 _PER_HEAD = plgpu.Layout.WGMMA.reduce(1)
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _SWIZZLED = hopper_tiles.SWIZZLED
-# Registers of a thread that computes and of one that copies: 65536 in all, and no spills.
-_COMPUTE, _COPY = 232, 40
+# Registers of a thread that computes and of one that copies: 65536 in all, and hardly a spill.
+_REGISTERS = {"numbers": (232, 40), "bytes": (216, 72)}
 _LOG2_E = math.log2(math.e)
 # Below any score, yet finite: the difference of two of them is 0 and not NaN.
 _LOWEST = -1e30
@@ -61,9 +62,12 @@ def unsupported(
     tokens, heads, width = query.shape
     if query.dtype != jnp.bfloat16:
         return f"the dtype of query is {query.dtype}, wanted bfloat16"
+    if len({selection.layout for selection in selections}) > 1:
+        return "one pool holds bytes and the other numbers, wanted the same of both"
     for selection in selections:
-        if selection.layout is not None:
-            return "a pool holds bytes, wanted bfloat16 numbers"
+        stride = selection.pool.shape[1]
+        if selection.layout is V4 and stride % 16:
+            return f"pages have {stride} bytes, wanted a multiple of 16"
     if tokens == 0:
         return "query has 0 tokens, wanted at least 1"
     if heads % HEADS:
@@ -101,7 +105,7 @@ def sparse_mla(
 
     Args:
         query: bf16 query rows.
-        selections: one or two, with bf16 pools.
+        selections: one or two, both of bf16 pools or both of the same bytes.
         sinks: logits of keys without values.
         sm_scale: factor of the scores.
         value_width: 512.
@@ -113,7 +117,8 @@ def sparse_mla(
     rows, tiles, starts = layout(selections)
     pools = tuple(s.pool.reshape(-1, s.pool.shape[-1]) for s in selections)
     splits = splits or split_count(tokens * heads // HEADS, rows.shape[1] // KEYS - 1)
-    launch = _Launch(sm_scale * _LOG2_E, splits, starts, interpret)
+    source = Source(starts, selections[0].layout, tuple(s.stride for s in selections))
+    launch = _Launch(sm_scale * _LOG2_E, splits, source, interpret)
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32) * _LOG2_E
     out, lse = launch(query, pools, rows, tiles, sinks)
     return (out, lse) if splits == 1 else _combine(out, lse, sinks, query.dtype)
@@ -145,19 +150,19 @@ class _Launch:
     Attributes:
         log2_scale: factor that makes scores base-2 logarithms of weights.
         splits: blocks that share the keys of one token and 64 heads.
-        starts: see `tiling.layout`.
+        source: where the keys come from.
         interpret: GPU interpreter parameters, or False.
     """
 
     log2_scale: float
     splits: int
-    starts: Starts
+    source: Source
     interpret: Any
 
     def __call__(
         self,
         query: Float[Array, "T H W"],
-        pools: tuple[Float[Array, "M W"], ...],
+        pools: tuple[jax.Array, ...],
         rows: Int[Array, "T C"],
         tiles: Int[Array, "T 2"],
         sinks: Float[Array, "H"],
@@ -211,14 +216,15 @@ class _Launch:
 
     def _block(self, refs: tuple[Any, ...], shared: _Shared, tiles: Any) -> None:
         query, rows, counts, sinks, *pools, out, lse = refs
+        compute, copy = _REGISTERS["numbers" if self.source.layout is None else "bytes"]
         group = lax.axis_index("warpgroup")
         block, split = _divide(lax.axis_index("block"), self.splits)
         token, head_block = _divide(block, query.shape[1] // HEADS)
         heads = pl.ds(pl.multiple_of(head_block * HEADS, HEADS), HEADS)
 
         parts = counts[token, 0], counts[token, 1]
-        pairs, _ = _divide(parts[0] + parts[1] + 1, 2)
-        share, _ = _divide(pairs + (self.splits - 1), self.splits)
+        pairs = _divide(parts[0] + parts[1] + 1, 2)[0]
+        share = _divide(pairs + (self.splits - 1), self.splits)[0]
         first = split * share
         pairs = jnp.clip(pairs - first, 0, share)
 
@@ -233,11 +239,11 @@ class _Launch:
 
             @pl.when(group == me)
             def _(me=me):
-                plgpu.set_max_registers(_COMPUTE, action="increase")
+                plgpu.set_max_registers(compute, action="increase")
                 half = _Half(me, self.log2_scale, shared, tiles)
 
                 def listed(step):
-                    start = tile_start(2 * (first + step) + me, parts, self.starts)
+                    start = tile_start(2 * (first + step) + me, parts, self.source.starts)
                     entries = rows.at[token, pl.ds(pl.multiple_of(start, KEYS), KEYS)]
                     return plgpu.load(entries, layout=_PER_KEY, optimized=False)
 
@@ -251,8 +257,8 @@ class _Launch:
 
         @pl.when(group == 2)
         def _():
-            plgpu.set_max_registers(_COPY, action="decrease")
-            tiles.fill(rows.at[token], tuple(pools), first, pairs, parts, self.starts)
+            plgpu.set_max_registers(copy, action="decrease")
+            tiles.fill(rows.at[token], tuple(pools), self.source, first, pairs, parts)
 
 
 @dataclasses.dataclass(frozen=True)

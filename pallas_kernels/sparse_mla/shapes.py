@@ -26,17 +26,17 @@ class Shape:
 
 SHAPES = {
     # DeepSeek-V3.2: the 2048 best of the raw tokens.
-    "v3.2, 8 tokens": Shape(8, 128, 576, 2048),
-    "v3.2, 64 tokens": Shape(64, 128, 576, 2048),
-    "v3.2, 256 tokens": Shape(256, 128, 576, 2048),
     "v3.2, 1024 tokens": Shape(1024, 128, 576, 2048),
-    "v3.2, 1024 tokens, 64 heads": Shape(1024, 64, 576, 2048),
     # DeepSeek-V4: a window of 128, and the 512 (Flash) or 1024 (Pro) best compressed rows.
-    "v4-flash, 8 tokens": Shape(8, 64, 512, 128, 512),
-    "v4-flash, 64 tokens": Shape(64, 64, 512, 128, 512),
-    "v4-flash, 256 tokens": Shape(256, 64, 512, 128, 512),
     "v4-flash, 1024 tokens": Shape(1024, 64, 512, 128, 512),
     "v4-pro, 1024 tokens": Shape(1024, 128, 512, 128, 1024),
-    # Its layers with the window alone.
+    "v4-flash, 256 tokens": Shape(256, 64, 512, 128, 512),
+    "v4-flash, 64 tokens": Shape(64, 64, 512, 128, 512),
+    "v4-flash, 8 tokens": Shape(8, 64, 512, 128, 512),
+    "v3.2, 8 tokens": Shape(8, 128, 576, 2048),
+    "v3.2, 64 tokens": Shape(64, 128, 576, 2048),
+    "v3.2, 1024 tokens, 64 heads": Shape(1024, 64, 576, 2048),
+    "v3.2, 256 tokens": Shape(256, 128, 576, 2048),
+    # V4's layers with the window alone.
     "v4-flash window, 256 tokens": Shape(256, 64, 512, 128),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.kv_quant import Layout
 from pallas_kernels.sparse_mla.selection import Selection
 
 KEYS = 64
@@ -15,6 +17,21 @@ KEYS = 64
 
 Starts = tuple[int, int]
 """Where the second list and the empty tile begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the keys of a launch come from.
+
+    Attributes:
+        starts: see `layout`.
+        layout: of the pools' bytes; None if they hold numbers.
+        page_sizes: rows of a page of each pool, as its lists count them.
+    """
+
+    starts: Starts
+    layout: Layout | None
+    page_sizes: tuple[int, ...]
 
 
 def layout(

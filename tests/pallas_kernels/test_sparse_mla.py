@@ -18,7 +18,8 @@ from pallas_kernels.sparse_mla.shapes import SHAPES, Shape
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 ROUNDING = 5e-3
-HEADS, WIDTH, VALUE_WIDTH = 64, 512, 512
+WIDTH, VALUE_WIDTH = 512, 512
+HEADS = 64 if jax.default_backend() == "gpu" else 4  # the kernel needs 64
 SM_SCALE = WIDTH**-0.5
 write = jax.jit(kv_quant.write, static_argnums=(3, 4))
 read = jax.jit(kv_quant.read, static_argnums=(2, 3))
@@ -53,10 +54,10 @@ def interpreted() -> Iterator[Attend]:
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
-def queries(tokens: int, width: int = WIDTH, seed: int = 0) -> jax.Array:
-    rng = np.random.default_rng(seed)
+def queries(tokens: int, width: int = WIDTH, heads: int = HEADS) -> jax.Array:
+    rng = np.random.default_rng(tokens)
     # Scores of variance 4: some keys matter more than others.
-    return jnp.asarray(rng.standard_normal((tokens, HEADS, width), np.float32) * 2, jnp.bfloat16)
+    return jnp.asarray(rng.standard_normal((tokens, heads, width), np.float32) * 2, jnp.bfloat16)
 
 
 def selection(lists, lengths=None, *, pages=12, page=24, width=WIDTH, seed=1) -> Selection:
@@ -133,9 +134,8 @@ def test_the_reference_is_softmax_attention_at_any_size():
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("width", [512, 576])
-@pytest.mark.parametrize("keys", [1, 64, 130])
-def test_tokens_attend_to_the_rows_they_list(attend, width, keys):
+@pytest.mark.parametrize(("keys", "width"), [(1, 512), (64, 576), (130, 512), (129, 576)])
+def test_tokens_attend_to_the_rows_they_list(attend, keys, width):
     case = queries(2, width), selection(lists(2, keys), width=width)
     assert_close(attend(*case), by_hand(*case))
 
@@ -211,20 +211,16 @@ def test_two_selections_share_one_softmax(attend):
 
 
 def test_a_ragged_batch_equals_its_requests_run_alone(attend):
-    # Three requests with verify windows of 1, 5 and 3 tokens, and padding between them.
+    # Two requests with verify windows of 5 and 3 tokens, and padding before and between them.
     ids = lists(11, 150)
-    lengths = np.array([31, 0, 140, 141, 142, 143, 144, 0, 1, 2, 150])
+    lengths = np.array([0, 0, 140, 141, 142, 143, 144, 0, 1, 2, 150])
     chosen, query = selection(ids, lengths), queries(11)
     out, lse = attend(query, chosen)
-    for tokens in (slice(0, 1), slice(2, 7), slice(8, 11)):
+    for tokens in (slice(2, 7), slice(8, 11)):
         alone = dataclasses.replace(
             chosen, indices=chosen.indices[tokens], lengths=jnp.asarray(lengths[tokens])
         )
-        assert_close((out[tokens], lse[tokens]), by_hand(query[tokens], alone))
-        got = attend(query[tokens], alone)
-        np.testing.assert_allclose(
-            np.asarray(got[0], np.float32), np.asarray(out[tokens], np.float32), atol=1e-2
-        )
+        assert_close((out[tokens], lse[tokens]), attend(query[tokens], alone))
 
 
 def test_results_do_not_depend_on_the_place_in_the_batch_and_repeat_bitwise(attend):
@@ -299,15 +295,14 @@ def test_a_token_with_nan_leaves_the_others_alone(attend):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("width", "splits"), [(512, 1), (576, 2)])
 def test_the_kernel_pairs_tiles_of_two_ragged_lists(interpreted, width, splits):
-    # Tokens of four tiles and none, of none at all, and of two tiles and two.
-    ids = lists(3, 200)
+    # Two pairs of tiles each: three tiles and none, the first without a row; one tile and two.
+    ids = lists(2, 130)
     ids[0, :70] = -1
-    ids[2, 66:] = JUNK[0]
-    ids[2, 3] = -1
-    window = selection(ids, [200, 0, 66], width=width)
-    other = selection(lists(3, 70, 5, 60), [0, 0, 70], pages=20, page=3, width=width, seed=6)
-    query = queries(3, width)
-    sinks = jnp.linspace(-2, 2, HEADS).at[0].set(jnp.inf).at[1].set(-jnp.inf)
+    ids[1, 1:] = JUNK[0]
+    window = selection(ids, [130, 1], width=width)
+    other = selection(lists(2, 70, 5, 60), [0, 65], pages=20, page=3, width=width, seed=6)
+    query = queries(2, width, heads=64)
+    sinks = jnp.linspace(-2, 2, 64).at[0].set(jnp.inf).at[1].set(-jnp.inf)
     got = interpreted(query, window, other, sinks=sinks, splits=splits)
     assert_close(got, by_hand(query, window, other, sinks=sinks))
 
@@ -367,15 +362,22 @@ def random_operands(shape: Shape) -> tuple[jax.Array, tuple[Selection, ...], jax
 
 
 @pytest.mark.parametrize(
-    "name", ["v3.2, 1024 tokens, 64 heads", "v4-pro, 1024 tokens", "v4-flash, 8 tokens"]
+    ("name", "layout"),
+    [
+        ("v3.2, 1024 tokens, 64 heads", None),
+        ("v3.2, 1024 tokens", V3_2),
+        ("v4-flash, 8 tokens", V4),
+    ],
 )
-def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
+def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout):
     shape = SHAPES[name]
     query = jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.width), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((1024, 64, shape.width), jnp.bfloat16)
+    if layout is not None:
+        pool = jax.eval_shape(lambda: empty_pages(1024, 64, layout))
     lengths = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32)
     selections = tuple(
-        Selection(pool, jax.ShapeDtypeStruct((shape.tokens, entries), jnp.int32), lengths)
+        Selection(pool, jax.ShapeDtypeStruct((shape.tokens, entries), jnp.int32), lengths, 64)
         for entries in (shape.keys, shape.extra)
         if entries
     )
@@ -410,16 +412,25 @@ def test_the_kernel_says_what_it_does_not_support(change, says):
     assert says in (mosaic_gpu.unsupported(query, (), sizes["value_width"]) or "")
 
 
+def test_the_kernel_says_which_pools_it_does_not_support():
+    query = jax.ShapeDtypeStruct((1, 64, 512), jnp.bfloat16)
+    numbers = selection(lists(1, 3))
+    odd = dataclasses.replace(numbers, pool=jnp.zeros((2, 1752), jnp.uint8), page_size=3)
+    assert "multiple of 16" in (mosaic_gpu.unsupported(query, (odd,), VALUE_WIDTH) or "")
+    both = mosaic_gpu.unsupported(query, (numbers, odd), VALUE_WIDTH) or ""
+    assert "the same of both" in both
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
 def test_mosaic_without_a_gpu_raises_and_the_default_falls_back():
     case = queries(1), selection(lists(1, 3))
     with pytest.raises(NotImplementedError, match="wanted a Hopper GPU"):
         sparse_mla(*case, sm_scale=SM_SCALE, implementation="mosaic")
-    assert_close(sparse_mla(*case, sm_scale=SM_SCALE), by_hand(*case))
+    assert_close(jax.jit(functools.partial(sparse_mla, sm_scale=SM_SCALE))(*case), by_hand(*case))
 
 
-def test_an_empty_list_is_a_list():
-    got = sparse_mla(queries(2), selection(np.zeros((2, 0))), sm_scale=1.0, implementation="xla")
+def test_an_empty_list_is_a_list(attend):
+    got = attend(queries(2), selection(np.zeros((2, 0))))
     assert not np.asarray(got[0], np.float32).any()
     assert np.isposinf(got[1]).all()
 
@@ -438,7 +449,7 @@ def test_an_empty_list_is_a_list():
         ({"indices": jnp.zeros((2, 4), jnp.int32)}, r"keys.indices have shape \(2, 4\)"),
         ({"lengths": jnp.zeros(3, jnp.int32)}, r"keys.lengths have shape \(3,\)"),
         ({"page_size": 4}, "keys.page_size is 4, wanted 1 to 3"),
-        ({"sinks": jnp.zeros(3)}, r"sinks have shape \(3,\), wanted \(64,\)"),
+        ({"sinks": jnp.zeros(3)}, rf"sinks have shape \(3,\), wanted \({HEADS},\)"),
         ({"sm_scale": -1.0}, "sm_scale is -1.0"),
         ({"value_width": 600}, "value_width is 600, wanted 1 to 512"),
         ({"implementation": "triton"}, "implementation is 'triton'"),
