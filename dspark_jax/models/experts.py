@@ -1,8 +1,8 @@
 """Mixture of experts: which experts a token is sent to, and what they compute.
 
-Tokens are sorted by expert and run in blocks of rows of one expert. XLA expands
-``jax.lax.ragged_dot`` on CPUs, and by default on GPUs, to all rows times all experts; here a
-matrix is read once for each block of its tokens, and memory grows with the tokens alone.
+Tokens are sorted by expert and run in blocks of rows of one expert. JAX expands
+``jax.lax.ragged_dot`` on CPUs to all rows times all experts; here a matrix is read once for each
+block of its tokens, and memory grows with the tokens alone.
 """
 
 from __future__ import annotations
