@@ -117,8 +117,7 @@ class Tiles:
                 plgpu.wgmma(accumulator, tail, key(8))
             return accumulator[...]
 
-        accumulator: Any = plgpu.ACC((64, KEYS), jnp.float32)
-        return cast(Any, pl.run_scoped(product, accumulator))
+        return pl.run_scoped(product, plgpu.ACC((64, KEYS), jnp.float32))
 
     def weigh(self, out: jax.Array, weights: Any, tile: int, half: int) -> jax.Array:
         """``out`` plus the 256 value columns of ``half`` of ``tile``, weighed.
@@ -131,7 +130,7 @@ class Tiles:
             left = weights if isinstance(weights, jax.Array) else weights.at[tile + zero]
             plgpu.wgmma(accumulator, left, self.keys.at[tile + zero, :, pl.ds(256 * half, 256)])
 
-        return pl.run_state(product)(plgpu.ACC.init(out))
+        return cast(Any, pl.run_state(product)(plgpu.ACC.init(out)))
 
     def fill(
         self,
