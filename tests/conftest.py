@@ -1,4 +1,4 @@
-"""Settings of the whole suite: exact fp32 products and a compilation cache that survives runs."""
+"""Settings of the whole suite: exact fp32 products, quick compilation, a cache of its results."""
 
 import os
 import signal
@@ -14,6 +14,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Most tests compile for longer than they compute. The setting counts on the CPU alone.
+    quick = jax.default_backend() == "cpu" and item.get_closest_marker("optimized") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

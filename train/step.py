@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -49,6 +50,21 @@ def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, opt
     """The run's optimizer and its learning-rate schedule."""
     schedule = learning_rate_schedule(config.training.learning_rate, config.training.steps)
     return drafter_optimizer(schedule, config.training.optimizer), schedule
+
+
+def compiled_part(config: TrainConfig) -> TrainConfig:
+    """The run without what no program depends on: names, folders and intervals.
+
+    Runs that differ in nothing else share their programs.
+    """
+    training = dataclasses.replace(
+        config.training, output="", start_from=None, log_every=1, save_every=1
+    )
+    if training.trainable == "confidence_head":
+        training = dataclasses.replace(training, start_from="given")
+    data = dataclasses.replace(config.data, folders=("",), cache=None)
+    target = dataclasses.replace(config.target, name="")
+    return dataclasses.replace(config, training=training, data=data, target=target)
 
 
 def initial_state(

@@ -38,7 +38,7 @@ from train.progress import Advance, progress_bar
 from train.run_folder import open_run
 from train.shards import read_dataset
 from train.start import existing_weights
-from train.step import TrainState, initial_state, train_step
+from train.step import TrainState, compiled_part, initial_state, train_step
 from train.stopping import Stop
 
 DRAFTER = "drafter"
@@ -184,7 +184,7 @@ def _steps(
     stop: Stop,
 ) -> tuple[TrainState, int]:
     """Run the remaining steps; the device is read only when metrics are written."""
-    settings = config.training
+    settings, program = config.training, compiled_part(config)
     place = functools.partial(
         place_batch, sharding=batch_sharding(training_mesh(config.mesh), rules_of(config.mesh))
     )
@@ -197,7 +197,7 @@ def _steps(
             batch = {name: place(array) for name, array in next(batches).items()}
             cached = (batch["taps"], batch["last_hidden"]) if "taps" in batch else None
             state, report = train_step(
-                config,
+                program,
                 drafter,
                 target,
                 state,

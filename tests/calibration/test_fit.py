@@ -12,6 +12,8 @@ from dspark_jax.calibration.online import fit_online
 from dspark_jax.calibration.quality import measure
 from dspark_jax.calibration.sts import GRID, HIGHEST, LOWEST, fit_grid
 
+pytestmark = pytest.mark.optimized
+
 TRUE = (2.0, 0.5, 1.0, 1.4)
 FITS = {
     "grid": fit_grid,

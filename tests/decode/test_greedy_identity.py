@@ -154,7 +154,7 @@ def test_a_request_alone_gives_the_plain_tokens(pair):
     assert trimmed(found, 7) > 0.1
 
 
-@pytest.mark.parametrize("depth", range(1, 8))
+@pytest.mark.parametrize("depth", [1, 2, 4, 7])
 def test_any_depth_up_to_the_trained_block_gives_the_plain_tokens(pair, depth):
     found = decode(pair, "static", k=depth)
     same_text(found, pair)

@@ -1,5 +1,7 @@
 """The rule of acceptance and the token that follows it, on rows small enough to work out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 
 from dspark_jax.models.ragged import compact, rectangle
 from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
+
+pytestmark = pytest.mark.optimized
 
 RUNS = 20_000
 
@@ -19,31 +23,37 @@ def sampling(count=RUNS, temperature=1.0, top_k=0, top_p=1.0):
     )
 
 
-def one_draft(p, draft, q, *, seed=0, count=RUNS, filtered=False, **params):
+def one_draft(p, draft, q, *, seed=0, **params):
     """Accept or reject one draft in many requests, then the final token of each.
 
     ``p`` holds target logits, ``q`` what the draft was drawn from; ``draft`` None draws it.
     """
-    keys = jax.random.split(jax.random.key(seed), 3)
-    own = sampling(count, **params)
-    logits = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (count, 2, len(p)))
-    scores = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (count, len(q)))
+    p, q = (jnp.asarray(row, jnp.float32) for row in (p, q))
+    accepted, first = _one_draft(p, draft, q, jax.random.split(jax.random.key(seed), 3), **params)
+    return np.asarray(accepted), np.asarray(first)
+
+
+@functools.partial(jax.jit, static_argnames=("filtered",))
+def _one_draft(p, draft, q, keys, *, filtered=False, **params):
+    own = sampling(RUNS, **params)
+    logits = jnp.broadcast_to(p, (RUNS, 2, len(p)))
+    scores = jnp.broadcast_to(q, (RUNS, len(q)))
     drafts = (
         jax.random.categorical(keys[0], scores)[:, None]
         if draft is None
-        else jnp.full((count, 1), draft)
+        else jnp.full((RUNS, 1), draft)
     ).astype(jnp.int32)
     packed = rectangle(
-        jnp.zeros((count, 2), jnp.int32), jnp.zeros(count, jnp.int32), jnp.full(count, 2)
+        jnp.zeros((RUNS, 2), jnp.int32), jnp.zeros(RUNS, jnp.int32), jnp.full(RUNS, 2)
     )
     accepted = accepted_prefix(
         logits.reshape(-1, len(p)),
         packed,
         drafts,
         jnp.take_along_axis(jax.nn.log_softmax(scores), drafts, axis=1),
-        jax.random.uniform(keys[1], (count, 1)),
+        jax.random.uniform(keys[1], (RUNS, 1)),
         own,
-        jnp.ones(count, jnp.int32),
+        jnp.ones(RUNS, jnp.int32),
         filtered=filtered,
     )
     last = final_token(
@@ -51,12 +61,11 @@ def one_draft(p, draft, q, *, seed=0, count=RUNS, filtered=False, **params):
         scores,
         None,
         accepted < 1,
-        jax.random.gumbel(keys[2], (count, len(p))),
+        jax.random.gumbel(keys[2], (RUNS, len(p))),
         own,
         filtered=filtered,
     )
-    first = jnp.where(accepted == 1, drafts[:, 0], last)
-    return np.asarray(accepted), np.asarray(first)
+    return accepted, jnp.where(accepted == 1, drafts[:, 0], last)
 
 
 def shares(tokens, size):
