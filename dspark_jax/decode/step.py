@@ -40,7 +40,6 @@ class Outcome:
         window: drafts verified for commitment.
         accepted: drafts that the verified rows accepted (in mode "cap-accept" also beyond the
             window).
-        finish: why a request ended in this step or earlier; RUNNING if it has not.
         logprobs: of ``tokens``; None unless the config asks for them.
     """
 
@@ -48,7 +47,6 @@ class Outcome:
     count: Int[Array, "S"]
     window: Int[Array, "S"]
     accepted: Int[Array, "S"]
-    finish: Int[Array, "S"]
     logprobs: Logprobs | None
 
 
@@ -114,12 +112,9 @@ def _draft_and_allocate(
     full = valid.sum(axis=1).astype(jnp.int32)
     if not config.adaptive:
         return draft(weights, state, keys, config.depth, config=config), full, state.confidences
-    temperatures = nearest_temperatures(
-        tables.temperatures, tables.temperature_keys, state.requests.temperature
-    )
     if config.threshold is not None:
         drafts = draft(weights, state, keys, config.depth, config=config)
-        certain = calibrate(drafts.confidence, temperatures) > config.threshold
+        certain = _calibrated(drafts, state, tables) > config.threshold
         window = jnp.cumprod(valid & certain, axis=1).sum(axis=1).astype(jnp.int32)
         return drafts, window, state.confidences
 
@@ -145,7 +140,7 @@ def _draft_and_allocate(
     drafts = jax.lax.switch(tier, branches, weights, state, keys)
     drafted = jnp.arange(1, config.depth + 1)[None] <= jnp.asarray(caps)[tier]
 
-    confidence = calibrate(drafts.confidence, temperatures)
+    confidence = _calibrated(drafts, state, tables)
     current = running_product(confidence)
     usable = valid & drafted
     budget = plan.budget
@@ -162,6 +157,15 @@ def _draft_and_allocate(
     kept = age(jnp.where(refreshed, confidence, newest), refreshed)
     confidences = state.confidences.at[state.tick % config.lag].set(kept)
     return drafts, window, confidences
+
+
+def _calibrated(drafts: Drafts, state: State, tables: CostTables) -> Float[Array, "S G"]:
+    """Confidences of the drafts, by the temperatures nearest to each request's own."""
+    temperatures = nearest_temperatures(
+        tables.temperatures, tables.temperature_keys, state.requests.temperature
+    )
+    assert drafts.confidence is not None, "the config has been checked for a head"
+    return calibrate(drafts.confidence, temperatures)
 
 
 def verify_and_commit(
@@ -266,7 +270,7 @@ def _commit(
     at = jnp.where(count > 0, state.steps, state.tokens.shape[1])
     anchor = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     logprobs = _logprobs(logits, packed, tokens, config)
-    outcome = Outcome(tokens, count, window, accepted, finish, logprobs)
+    outcome = Outcome(tokens, count, window, accepted, logprobs)
     state = state.replace(
         cache=target.commit(config.target, cache, length),
         context=context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def init_context_pages(
 ) -> ContextCache:
     """An empty paged context cache: no slot has a page."""
     context = _empty_context(config, pool.count, pool.size, dtype)
-    return context.replace(table=pool.empty_table(slots))
+    return dataclasses.replace(context, table=pool.empty_table(slots))
 
 
 def _empty_context(config: DrafterConfig, pages: int, rows: int, dtype: Any) -> ContextCache:
@@ -74,7 +75,8 @@ def commit_context(
         )
         for layer, keys, values in zip(weights.layers, context.keys, context.values, strict=True)
     ]
-    return context.replace(
+    return dataclasses.replace(
+        context,
         keys=tuple(keys for _, keys, _ in written),
         values=tuple(values for _, _, values in written),
     )

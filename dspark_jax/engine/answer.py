@@ -36,7 +36,7 @@ def absorb(sequence: Sequence, report: Report, lane: int) -> FinishReason | None
                 token_id = sequence.tokens[row - count]
                 top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
                 sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
-    finish = int(outcome.finish[done - 1, lane]) if done else states.RUNNING
+    finish = int(report.finish[done - 1, lane]) if done else states.RUNNING
     return None if finish == states.RUNNING else FINISH[finish]
 
 

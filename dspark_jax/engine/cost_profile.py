@@ -112,9 +112,7 @@ def profile(
     weights = Weights(target.weights, drafter.weights)
     longest = context - step.width
     rows = sorted({max(1, int(longest * share)) * config.max_requests for share in SHARES})
-    sizes: dict[int, int] = {}
-    for batch in config.batches():
-        sizes |= dict.fromkeys(config.stepping(step, batch).buckets, batch)
+    sizes = requests_by_size(step, config)
     samples: list[dict[str, Any]] = []
 
     def timed(kind: str, size: int, batch: int, total: int) -> float:
@@ -162,6 +160,14 @@ def profile(
         "jax": jax.__version__,
         "samples": samples,
     }
+
+
+def requests_by_size(step: StepConfig, config: EngineConfig) -> dict[int, int]:
+    """Every row count that an engine compiles, and the most requests that it is compiled for."""
+    sizes: dict[int, int] = {}
+    for batch in config.batches():
+        sizes |= dict.fromkeys(config.stepping(step, batch).buckets, batch)
+    return sizes
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ need no gathering: the lanes bring their page tables.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -50,9 +51,13 @@ class Pieces:
 
 @flax.struct.dataclass
 class Report:
-    """Outcomes of the ``done`` steps of a dispatch, stacked along a leading axis."""
+    """Outcomes of the ``done`` steps of a dispatch, stacked along a leading axis.
+
+    ``finish`` says after each step why a lane's request has ended; RUNNING if it has not.
+    """
 
     outcome: Outcome
+    finish: Int[Array, "n L"]
     done: Int[Array, ""]
 
 
@@ -80,7 +85,7 @@ def start(
     drafted = None
     if config.drafts:
         drafted = config.drafter.family.init_context_pages(config.drafter, slots, pool, dtype)
-    requests = blank.requests.replace(context=jnp.full((slots,), context, jnp.int32))
+    requests = dataclasses.replace(blank.requests, context=jnp.full((slots,), context, jnp.int32))
     state = blank.replace(cache=cache, context=drafted, requests=requests, logprobs=None)
     return with_tables(state, None)
 
@@ -91,7 +96,7 @@ def admit(state: State, starting: Starting) -> State:
     def put(old: Array, new: Array) -> Array:
         return old.at[starting.slots].set(new, mode="drop")
 
-    requests = starting.requests.replace(seed=request_keys(starting.seeds))
+    requests = dataclasses.replace(starting.requests, seed=request_keys(starting.seeds))
     state = loop.admit(state, starting.slots, starting.anchor, requests)
     length = put(state.cache.length, starting.rows)
     return state.replace(
@@ -115,23 +120,29 @@ def run(
     """Up to ``steps`` (at most ``most``) steps; unless ``patient``, none after a request ends."""
     inner = _enter(state, lanes)
     at_first = inner.active.sum()
-    shapes = jax.eval_shape(lambda s: decode_step(weights, s, tables, config=config)[1], inner)
-    outcomes = jax.tree.map(lambda one: jnp.zeros((most, *one.shape), one.dtype), shapes)
 
-    def going(carry: tuple[State, Outcome, Array]) -> Array:
+    def step(inner: State) -> tuple[State, tuple[Outcome, Array]]:
+        inner, outcome = decode_step(weights, inner, tables, config=config)
+        return inner, (outcome, inner.finish)
+
+    record = jax.tree.map(
+        lambda one: jnp.zeros((most, *one.shape), one.dtype), jax.eval_shape(step, inner)[1]
+    )
+
+    def going(carry: tuple[State, Any, Array]) -> Array:
         inner, _, done = carry
         active = inner.active.sum()
         return (done < steps) & (active > 0) & (patient | (active == at_first))
 
-    def body(carry: tuple[State, Outcome, Array]) -> tuple[State, Outcome, Array]:
-        inner, outcomes, done = carry
-        inner, outcome = decode_step(weights, inner, tables, config=config)
-        outcomes = jax.tree.map(lambda every, one: every.at[done].set(one), outcomes, outcome)
-        return inner, outcomes, done + 1
+    def body(carry: tuple[State, Any, Array]) -> tuple[State, Any, Array]:
+        inner, record, done = carry
+        inner, taken = step(inner)
+        record = jax.tree.map(lambda every, one: every.at[done].set(one), record, taken)
+        return inner, record, done + 1
 
     zero = jnp.zeros((), jnp.int32)
-    inner, outcomes, done = jax.lax.while_loop(going, body, (inner, outcomes, zero))
-    return _leave(state, inner, lanes), Report(outcomes, done)
+    inner, record, done = jax.lax.while_loop(going, body, (inner, record, zero))
+    return _leave(state, inner, lanes), Report(record[0], record[1], done)
 
 
 def mixed(
@@ -147,8 +158,8 @@ def mixed(
     inner = _enter(state, lanes)
     prompts = rectangle(pieces.tokens, pieces.start, pieces.count, pieces.lane)
     inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
-    outcome = jax.tree.map(lambda one: one[None], outcome)
-    return _leave(state, inner, lanes), Report(outcome, jnp.ones((), jnp.int32))
+    record = jax.tree.map(lambda one: one[None], (outcome, inner.finish))
+    return _leave(state, inner, lanes), Report(record[0], record[1], jnp.ones((), jnp.int32))
 
 
 def with_tables(state: State, table: Array | None) -> State:
@@ -183,10 +194,11 @@ def _put_slots(state: State, rows: dict[str, Any]) -> State:
 def _enter(state: State, lanes: Lanes) -> State:
     """The lanes' part of the state, with their pages."""
     inner = with_tables(state, lanes.table)
-    if lanes.slots is not None:
+    slots = lanes.slots
+    if slots is not None:
         rows = jax.tree.map(
             # a padding lane shows some slot, and does not decode
-            lambda every: jnp.take(every, lanes.slots, axis=0, mode="clip"),
+            lambda every: jnp.take(every, slots, axis=0, mode="clip"),
             _by_slot(inner),
         )
         inner = _put_slots(inner, rows)

@@ -170,9 +170,9 @@ class Programs:
         self, sequences: list[tuple[Text, int]], batch: int, columns: int, decoding: int = 0
     ) -> Lanes:
         """Lanes on the device; the first ``decoding`` of ``sequences`` decode."""
-        slots = np.full(batch, self.slots, np.int32)
-        decodes = np.zeros(batch, bool)
-        table = np.full((batch, columns), -1, np.int32)
+        slots: Any = np.full(batch, self.slots, np.int32)
+        decodes: Any = np.zeros(batch, bool)
+        table: Any = np.full((batch, columns), -1, np.int32)
         for index, (one, lane) in enumerate(sequences):
             slots[lane] = one.slot
             decodes[lane] = index < decoding

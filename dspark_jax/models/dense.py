@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def init_pages(config: DenseConfig, slots: int, pool: PagePool, dtype: Any) -> D
     """An empty paged cache: no slot has a page."""
     length = jnp.zeros(slots, jnp.int32)
     cache = _empty_cache(config, pool.count, pool.size, dtype, length)
-    return cache.replace(table=pool.empty_table(slots))
+    return dataclasses.replace(cache, table=pool.empty_table(slots))
 
 
 def _empty_cache(
@@ -118,7 +119,7 @@ def forward(
         else jnp.zeros((hidden.shape[0], 0), hidden.dtype)
     )
     final = rms_norm(hidden, weights.norm, config.rms_norm_eps)
-    return final, tapped, cache.replace(keys=tuple(keys), values=tuple(values))
+    return final, tapped, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
 
 
 def unembed(
@@ -130,7 +131,7 @@ def unembed(
 
 def commit(config: DenseConfig, cache: DenseCache, length: Int[Array, "S"]) -> DenseCache:
     """Set the committed length of every slot; rows past it become scratch."""
-    return cache.replace(length=length.astype(jnp.int32))
+    return dataclasses.replace(cache, length=length.astype(jnp.int32))
 
 
 def output_embedding(weights: DenseWeights) -> Float[Array, "V D"]:

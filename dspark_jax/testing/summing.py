@@ -137,6 +137,7 @@ def forward(
     taps: tuple[int, ...],
 ) -> tuple[Array, Array, Ledger]:
     """The "hidden state" is the sum; every tap is the token."""
+    assert cache.length is not None, "a drafter's ledger is no target's cache"
     slots = cache.length.shape[0]
     slot = packed.slot_of_row(slots)
     cache = _write(cache, packed.tokens, slot, packed.position)

@@ -174,9 +174,13 @@ def test_rows_are_found_through_the_page_table(attend, slots):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("pages", [None, 64], ids=["one page a slot", "pages of 64 rows"])
-def test_the_kernel_lowers_for_hopper(name, pages):
-    assert lowers(name, mosaic_gpu.DEFAULT, pages)
+def test_the_kernel_lowers_for_hopper(name):
+    assert lowers(name, mosaic_gpu.DEFAULT)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_the_kernel_lowers_for_hopper_with_pages(name):
+    assert lowers(name, mosaic_gpu.DEFAULT, page_size=64)
 
 
 @pytest.mark.parametrize("tuning", [Tuning(128, 2), Tuning(64, 4), Tuning(splits=3)])
