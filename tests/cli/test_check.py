@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax.cli.check import check
+from dspark_jax.cli.check_choices import absolute_where, decided
 from dspark_jax.cli.check_rows import absolute, identical, relative
 from dspark_jax.cli.main import main
 
@@ -111,3 +112,23 @@ def test_nan_and_other_shapes_never_agree():
     assert relative("x", [0.0], [0.0]).agrees
     assert identical("x", [1, 2], [1, 3]).error == 1
     assert not identical("x", [1, 2], [1, 2, 3]).agrees
+
+
+def test_positions_after_a_tie_are_decided_only_in_the_layer_that_tied():
+    """A layer passes a tie at position 2 on to that position alone, the next one to all later."""
+    margins = np.full((2, 1, 5), 0.5)
+    margins[0, 0, 2] = 0
+    clear = decided(margins)[:, 0]
+    np.testing.assert_array_equal(clear[0], [True] * 5)
+    np.testing.assert_array_equal(clear[1], [True, True, False, True, True])
+    np.testing.assert_array_equal(clear[2], [True, True, False, False, False])
+
+
+def test_undecided_positions_are_left_out_and_counted():
+    found, wanted = np.zeros((1, 3, 2)), np.array([[[0, 0], [9, 9], [0, 0]]])
+    row = absolute_where("x", found, wanted, np.array([[True, False, True]]))
+    assert row.agrees
+    assert row.measure == "absolute, 2 of 3 positions"
+    assert not absolute_where("x", found, wanted, np.ones((1, 3), bool)).agrees
+    with pytest.raises(ValueError, match="x has no position that the model decides"):
+        absolute_where("x", found, wanted, np.zeros((1, 3), bool))
