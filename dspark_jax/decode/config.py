@@ -86,6 +86,12 @@ class StepConfig:
                 f"k is {self.k}; wanted 1..{self.drafter.block_size}, the block size the drafter "
                 "was trained for"
             )
+        limit = getattr(self.target, "verify_rows", None)
+        if limit is not None and self.width > limit:
+            raise ValueError(
+                f"windows are {self.width} rows, the anchor and {self.depth} drafts, but this "
+                f"target takes back at most {limit}; wanted k of at most {limit - 1}"
+            )
         if self.adaptive and not self.drafter.enable_confidence_head:
             raise ValueError(
                 f"mode is {self.mode!r} and the drafter has no confidence head; wanted a drafter "

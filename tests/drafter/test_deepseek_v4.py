@@ -30,13 +30,13 @@ from dspark_jax.testing.deepseek_v4 import deepseek_fields, random_tensors, toy_
 
 DSPARK = {
     "dspark_block_size": 4,
-    "dspark_target_layer_ids": [0, 1],
+    "dspark_target_layer_ids": [-1, 0],
     "dspark_noise_token_id": 63,
     "dspark_markov_rank": 32,
 }
 WINDOW = 8
-CONFIG = toy_config(num_hidden_layers=2, compress_ratios=(4, 8))
-DRAFTER = DeepseekV4DrafterConfig(CONFIG, 4, (0, 1), 63, 32)
+CONFIG = toy_config(num_hidden_layers=1, compress_ratios=(4,))
+DRAFTER = DeepseekV4DrafterConfig(CONFIG, 4, (-1, 0), 63, 32)
 
 
 def weaken(tensors: dict[str, np.ndarray]) -> None:
@@ -216,6 +216,14 @@ def test_greedy_decoding_with_the_drafter_gives_the_tokens_of_decoding_without(t
     assert len(set(windows)) > 2
 
 
+def test_windows_that_the_targets_rings_cannot_take_back_are_refused():
+    long = dataclasses.replace(DRAFTER, block_size=20)
+    StepConfig(CONFIG, long, "static", k=15)
+    with pytest.raises(ValueError, match=r"17 rows.* at most 16; wanted k of at most 15"):
+        StepConfig(CONFIG, long, "static", k=16)
+    StepConfig(CONFIG, long, "off")
+
+
 def changed(folder, tmp_path, change):
     raw = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -232,14 +240,14 @@ def changed(folder, tmp_path, change):
         ("dspark_block_size", 4.5, r"dspark_block_size is 4\.5; wanted a whole number"),
         ("dspark_block_size", 0, "dspark_block_size is 0; it must be at least 1"),
         ("dspark_target_layer_ids", "12", "dspark_target_layer_ids is '12'; wanted a list"),
-        ("dspark_target_layer_ids", [1, 2], r"\[1, 2\]; wanted distinct layers between -1 and 1"),
+        ("dspark_target_layer_ids", [0, 1], r"\[0, 1\]; wanted distinct layers between -1 and 0"),
         (
             "dspark_noise_token_id",
             64,
             "id is 64; the embedding has rows 0 to 63",
         ),
         ("dspark_noise_token_id", 7, "dspark_noise_token_id is 7, which also ends an answer"),
-        ("compress_ratios", [4, 8, 0, 4], r"stages are \[0, 4\], wanted zeros"),
+        ("compress_ratios", [4, 0, 4], r"stages are \[0, 4\], wanted zeros"),
         ("model_type", "deepseek_v5", "model_type 'deepseek_v5' is not supported"),
     ],
 )
@@ -252,7 +260,7 @@ def test_a_field_that_does_not_fit_is_named(target, folder, tmp_path, field, val
 def test_a_drafter_of_another_target_is_refused(target, folder):
     other = dataclasses.replace(target.config, hidden_size=48, num_hidden_layers=9)
     with pytest.raises(
-        DrafterMismatch, match=r"num_hidden_layers 2, the target has 9; .*hidden_size 32, .* 48"
+        DrafterMismatch, match=r"num_hidden_layers 1, the target has 9; .*hidden_size 32, .* 48"
     ):
         load_drafter(folder, (other, target.weights))
 

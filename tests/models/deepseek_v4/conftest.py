@@ -1,8 +1,9 @@
-"""A small DeepSeek-V4 of every kind of layer, and its logits one token at a time."""
+"""A small DeepSeek-V4 (a CSA and an HCA layer), and its logits one token at a time."""
 
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 from dspark_jax.checkpoints.deepseek_v4 import deepseek_v4_weights, target_shapes
 from dspark_jax.checkpoints.quantized import STORED_DTYPES
 from dspark_jax.checkpoints.tensors import SafetensorsSource
+from dspark_jax.models.deepseek_v4 import cache as cache_module
 from dspark_jax.models.deepseek_v4 import model
 from dspark_jax.models.deepseek_v4.cache import DeepseekV4Cache
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
@@ -36,7 +38,12 @@ class Toy:
 
     def run(self, cache: DeepseekV4Cache, packed: Packed) -> tuple[jax.Array, DeepseekV4Cache]:
         """Logits of packed rows, and the cache."""
-        return _run(self.config, self.weights, cache, packed)
+        logits, _, cache = self.forward(cache, packed)
+        return logits, cache
+
+    def forward(self, cache: DeepseekV4Cache, packed: Packed) -> tuple[jax.Array, jax.Array, Any]:
+        """Logits of packed rows, taps (1, -1, 0), and the cache."""
+        return _forward(self.config, self.weights, cache, packed)
 
     def rectangle(self, *arrays: np.ndarray) -> Packed:
         """Rows of tokens from ``start``, ``count`` of them, in these slots."""
@@ -67,9 +74,9 @@ class Toy:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(config, weights, cache, packed):
-    hidden, _, cache = model.forward(config, weights, cache, packed)
-    return model.unembed(config, weights, hidden), cache
+def _forward(config, weights, cache, packed):
+    hidden, taps, cache = model.forward(config, weights, cache, packed, taps=(1, -1, 0))
+    return model.unembed(config, weights, hidden), taps, cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -94,6 +101,14 @@ def load_toy(folder: Path, dtype: str = "float32", **changes) -> Toy:
     save_file(tensors, folder / "model.safetensors")
     source = SafetensorsSource(folder, STORED_DTYPES)
     return Toy(config, deepseek_v4_weights(config, source, dtype, folder))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def small_pages():
+    """Pages of 16 tokens, so that a short text has several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "PAGE_TOKENS", 16)
+        yield
 
 
 @pytest.fixture(scope="package")
