@@ -53,9 +53,9 @@ def deepseek_v4_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV4C
         if type(raw[name]) not in (int, float):
             raise ValueError(f"{where}: {name} is {raw[name]!r}; wanted a number")
     theta, compress_theta, yarn = _rope(raw, where)
+    sizes: dict[str, Any] = {name: raw[name] for name in (*ints, *floats)}
     config = DeepseekV4Config(
-        **{name: int(raw[name]) for name in ints},
-        **{name: float(raw[name]) for name in floats},
+        **sizes,
         compress_ratios=_ratios(raw, where),
         num_hash_layers=_hash_layers(raw, where),
         rope_theta=theta,
@@ -126,15 +126,12 @@ def _hash_layers(raw: Mapping[str, Any], where: Path | str) -> int:
 
 def _rope(raw: Mapping[str, Any], where: Path | str) -> tuple[float, float, Yarn | None]:
     """Base of window layers, base of compressed layers, and the rescaling of the latter."""
-    nested = raw.get("rope_parameters") or {}
-    main, scaling = (
-        nested.get("main") or {},
-        nested.get("compress") or raw.get("rope_scaling") or {},
-    )
-    theta = main.get("rope_theta", raw.get("rope_theta"))
-    compress_theta = (nested.get("compress") or {}).get(
-        "rope_theta", raw.get("compress_rope_theta")
-    )
+    nested: Mapping[str, Any] = raw.get("rope_parameters") or {}
+    main: Mapping[str, Any] = nested.get("main") or {}
+    compress: Mapping[str, Any] = nested.get("compress") or {}
+    scaling: Mapping[str, Any] = compress or raw.get("rope_scaling") or {}
+    theta: Any = main.get("rope_theta", raw.get("rope_theta"))
+    compress_theta: Any = compress.get("rope_theta", raw.get("compress_rope_theta"))
     for name, value in (("rope_theta", theta), ("compress_rope_theta", compress_theta)):
         if type(value) not in (int, float):
             raise ValueError(f"{where}: {name} is {value!r}; wanted a number")

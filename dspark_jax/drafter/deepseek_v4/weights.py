@@ -27,8 +27,7 @@ class DeepseekV4DrafterWeights:
     draft_to_target: None = None
 
 
-@flax.struct.dataclass
-class RingContext:
+class RingContext(flax.struct.PyTreeNode):
     """Key-value rows of the last committed tokens, one pool of rings a stage.
 
     The row of position p lies at ``p % R`` of its slot's ring, which ``table`` names.

@@ -41,8 +41,7 @@ class LayerCache:
     index: CompressorCache | None
 
 
-@flax.struct.dataclass
-class DeepseekV4Cache:
+class DeepseekV4Cache(flax.struct.PyTreeNode):
     """Every layer's rows, where each slot's lie, and how many are committed.
 
     Attributes:
