@@ -1,6 +1,7 @@
 """DeepSeek-V4 checkpoints: both spellings of a config, quantised tensors, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from dspark_jax.checkpoints.deepseek_v4 import target_shapes
 from dspark_jax.checkpoints.deepseek_v4_config import deepseek_v4_config
 from dspark_jax.checkpoints.quantized import E2M1, dequantize_fp4, dequantize_fp8
 from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.models.deepseek_v4.cache import init_cache
 from dspark_jax.models.deepseek_v4.config import Yarn
 from dspark_jax.testing.deepseek_v4 import deepseek_fields, random_tensors, toy_config
 
@@ -92,6 +94,44 @@ def write(path: Path, tensors: dict[str, np.ndarray], raw: dict = DEEPSEEK) -> P
 def test_deepseeks_spelling_of_a_config_is_read():
     assert deepseek_v4_config(DEEPSEEK, "here") == CONFIG
     assert CONFIG.compress_yarn == Yarn(4.0, 32, 32.0, 1.0)
+
+
+FLASH = DEEPSEEK | {
+    "vocab_size": 129_280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0] * 3,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "hc_mult": 4,
+}
+
+
+def test_the_shapes_of_v4_flash_are_those_of_284_billion_parameters():
+    shapes = target_shapes(deepseek_v4_config(FLASH, "here"))
+    assert round(sum(map(math.prod, shapes.values())) / 1e9) == 284
+
+
+def test_a_token_of_v4_flash_takes_6880_bytes_and_a_request_23_megabytes_beside():
+    config = deepseek_v4_config(FLASH, "here")
+    cache = jax.eval_shape(lambda: init_cache(config, 1, 8192, jnp.bfloat16))
+    compressed = [part for layer in cache.layers for part in (layer.compressed, layer.index)]
+    entries = sum(part.entries.size * 2 for part in compressed if part is not None)
+    assert entries / 8192 == 6880
+    rows = sum(value.size * value.dtype.itemsize for value in jax.tree.leaves(cache.layers))
+    assert round((rows - entries) / 1e6) == 23
 
 
 def test_layers_of_a_drafter_at_the_end_of_the_ratios_are_not_the_targets():
