@@ -30,6 +30,7 @@ from dspark_jax.engine.engine import Engine
 from dspark_jax.testing.summing import (
     SummingDrafterConfig,
     SummingTargetConfig,
+    sum_of,
     summing_weights,
 )
 
@@ -96,40 +97,62 @@ def live(engine: Engine, asked: list[Request], seed: int) -> tuple[dict[int, Com
     return {names[index]: completion for index, completion in found.items()}, aborted
 
 
-def differing(found: dict[int, Completion], alone: list[Completion]) -> int:
+def differing(found: dict[int, Completion], wanted: list[tuple[int, ...]]) -> int:
     """Answers that are not those the requests have alone, aborted ones up to their end."""
     count = 0
     for place, one in found.items():
-        whole = alone[place].token_ids
-        wanted = whole[: len(one.token_ids)] if one.finish_reason == "abort" else whole
-        count += one.token_ids != wanted
+        whole = wanted[place]
+        expected = whole[: len(one.token_ids)] if one.finish_reason == "abort" else whole
+        count += one.token_ids != expected
     return count
 
 
-def main(requests: int = 2000, json: Path | None = None) -> int:
-    """Serve this many requests in every mode."""
+def alone(
+    asked: list[Request], target: LoadedTarget, drafter: LoadedDrafter, change: dict[str, Any]
+) -> list[tuple[int, ...]]:
+    """What each request is answered when nothing else is served: by a session, if any samples."""
+    if any(request.params.temperature > 0 for request in asked):
+        session = Generator(target, drafter, batch=16, max_context=CONTEXT, **change)
+        return [one.token_ids for one in session.generate(asked)]
+    best = np.asarray(target.weights.logits).argmax(axis=1)  # pyright: ignore
+    answers = []
+    for request in asked:
+        text = list(request.prompt)
+        limit = min(len(text) + request.params.max_new_tokens, CONTEXT)
+        while len(text) < limit and (len(text) == len(request.prompt) or text[-1] != STOP):
+            text.append(int(best[sum_of(text, VOCAB)]))
+        answers.append(tuple(text[len(request.prompt) :]))
+    return answers
+
+
+def main(
+    requests: int = 2000, modes: tuple[str, ...] = tuple(ARMS), json: Path | None = None
+) -> int:
+    """Serve this many requests in every one of these modes."""
     weights = summing_weights(VOCAB, wrong=0.3)
     target_config: Any = SummingTargetConfig(VOCAB)
     drafter_config: Any = SummingDrafterConfig(VOCAB, BLOCK)
     target = LoadedTarget(target_config, weights[0], None, (STOP,), "summing")
     drafter = LoadedDrafter(drafter_config, weights[1], "summing-drafter")
     record = Record(json, requests=requests)
-    for name, change in ARMS.items():
+    for name in modes:
+        change = ARMS[name]
         with record.arm(mode=name) as arm:
             asked = random_requests(requests, name in SAMPLED, seed=0)
-            plain = {key: value for key, value in change.items() if key != "threshold"}
-            session = Generator(target, drafter, batch=16, max_context=CONTEXT, **plain)
-            alone = session.generate(asked)
+            wanted = alone(asked, target, drafter, change)
             engine = Engine(
                 target,
                 drafter,
                 EngineConfig(
-                    max_requests=16, max_context=CONTEXT, page_size=16, pages=64, **change
+                    max_requests=16,
+                    max_context=CONTEXT,
+                    page_size=16,
+                    pages=64,
+                    batch_tiers=(4, 16),
+                    **change,
                 ),
             )
-            engine.warmup()
-            if name in SAMPLED:
-                engine.warmup(SamplingParams(temperature=1.0))
+            engine.warmup(SamplingParams(temperature=float(name in SAMPLED)))
             live(engine, asked[:50], seed=1)
             bytes_before, pages_before = live_bytes(), engine.free_pages
             begin = time.perf_counter()
@@ -137,7 +160,7 @@ def main(requests: int = 2000, json: Path | None = None) -> int:
             arm["seconds"] = round(time.perf_counter() - begin, 3)
             arm["answers"], arm["aborted"] = len(found), aborted
             arm["preemptions"], arm["reused_rows"] = engine.preemptions, engine.reused_rows
-            arm["differing"] = differing(found, alone)
+            arm["differing"] = differing(found, wanted)
             arm["bytes"] = live_bytes() - bytes_before
             arm["pages"] = engine.free_pages - pages_before
             if arm["differing"] or arm["bytes"] or arm["pages"] or len(found) != len(asked):

@@ -17,12 +17,7 @@ from tests.engine.small import BLOCK, DRAFTER, SMALL, STOP, TARGET, VOCAB
 
 # Few programs, because compiling is what takes time here: most tests share those of "compact".
 MODES = {
-    "off": {
-        "mode": "off",
-        "batch_tiers": (2, 4),
-        "context_tiers": (32,),
-        "max_batched_tokens": 9,
-    },
+    "off": {"mode": "off", "batch_tiers": (2, 4), "max_batched_tokens": 9},
     "cap-accept": {"mode": "cap-accept", "threshold": 0.6},
     "fixed k": {"mode": "static", "k": 1},
 }
@@ -209,7 +204,8 @@ def test_a_refused_request_starts_none_of_its_companions(engine):
 
 def test_tokens_are_cut_at_a_stop_string_and_text_is_shown_as_it_grows():
     letters = dataclasses.replace(TARGET, text=Letters())
-    engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"]))
+    short = {"context_tiers": (32,), **MODES["off"]}
+    engine = Engine(letters, None, dataclasses.replace(SMALL, **short))
     prompt = Letters().encode("hello")
     (plain,) = engine.generate([Request(prompt, SamplingParams(max_new_tokens=30))])
     assert len(plain.text) > 8
