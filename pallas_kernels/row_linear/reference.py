@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.row_linear.one_row import lanes_of, row_product
+from pallas_kernels.row_linear.few_rows import MOST_ROWS, lanes_of, rows_product
 
 
 def linear(
@@ -15,21 +15,22 @@ def linear(
 ) -> Float[Array, "... O"]:
     """``x @ weight.T``, accumulated and returned in ``out_dtype`` (None: the dtype of ``x``).
 
-    A one-row bf16 product falls off XLA's fast path on CPUs: ``one_row`` has its own, and where
-    that does not pay a single row is computed as two.
+    bf16 products of few rows are slow on CPUs: ``few_rows`` has its own, and where that does not
+    pay a single row, which XLA would compute as scalars, is computed as two.
     """
     lead = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1])
     dtype = x.dtype if out_dtype is None else out_dtype
-    single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    if single:
-        lanes = lanes_of(rows.shape[1])
-        if lanes is not None:
-            out = row_product(rows[0], weight, lanes).astype(dtype)
-            return out.reshape(*lead, weight.shape[0])
+    slow = x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    lanes = lanes_of(rows.shape[1]) if slow and 0 < rows.shape[0] <= MOST_ROWS else None
+    if lanes is not None:
+        out = rows_product(rows, weight, lanes).astype(dtype)
+        return out.reshape(*lead, weight.shape[0])
+    doubled = slow and rows.shape[0] == 1
+    if doubled:
         rows = jnp.concatenate([rows, rows])
     out = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    if single:
+    if doubled:
         out = out[:1]
     return out.reshape(*lead, weight.shape[0])
 

@@ -1,9 +1,11 @@
-"""The product of one bf16 row on a CPU, written as a loop that XLA vectorises.
+"""The product of one to four bf16 rows on a CPU, written as a loop that XLA vectorises.
 
 XLA's own products of few bf16 rows repack the weights at every call, and a reduction along the
 contracted axis stays scalar, because fp32 sums may not be reordered. Here the order is explicit:
 every output keeps ``lanes`` running sums side by side, an elementwise loop over contiguous memory,
-and they are added up at the end. 135M parameters take 28 ms in place of 47 on two AVX2 cores.
+and they are added up at the end. A row's result is the same to the bit beside any others. On one
+AVX2 core a [3072, 576] matrix takes 0.6 and 0.7 times XLA's time for two and four rows, and no less
+for eight.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ LANES = 32
 FEWEST_TERMS = 4
 """Below, writing the running sums costs as much as reading the weights."""
 
+MOST_ROWS = 4
+"""Above, XLA's product is as fast."""
+
 MOST_TERMS = 48
 """Terms are unrolled, so they cost compile time; wider rows take more lanes."""
 
 
 def lanes_of(width: int) -> int | None:
-    """Running sums an output keeps for rows of ``width``; None where ``row_product`` won't pay."""
+    """Running sums an output keeps for rows of ``width``; None where ``rows_product`` won't pay."""
     for lanes in range(LANES, width // FEWEST_TERMS + 1, LANES):
         if width % lanes == 0 and width // lanes <= MOST_TERMS:
             return lanes
@@ -34,17 +39,19 @@ def lanes_of(width: int) -> int | None:
 
 # jitted so that a layer's products are traced once a shape
 @functools.partial(jax.jit, static_argnames="lanes")
-def row_product(
-    row: Float[Array, "I"], weight: Float[Array, "O I"], lanes: int
-) -> Float[Array, "O"]:
-    """``weight @ row`` in fp32; ``lanes`` divides I."""
-    # else the row's own producers would run again for every output; and a decode loop would widen
+def rows_product(
+    rows: Float[Array, "T I"], weight: Float[Array, "O I"], lanes: int
+) -> Float[Array, "T O"]:
+    """``rows @ weight.T`` in fp32; ``lanes`` divides I."""
+    # else the rows' own producers would run again for every output; and a decode loop would widen
     # its constant weights once and for all, in twice the memory
-    wide, weight = jax.lax.optimization_barrier((row.astype(jnp.float32), weight))
+    wide, weight = jax.lax.optimization_barrier((rows.astype(jnp.float32), weight))
+    # a weight is read once from memory: the rows take turns at it while it is in the cache
     terms = [
-        weight[:, begin : begin + lanes].astype(jnp.float32) * wide[begin : begin + lanes]
-        for begin in range(0, row.shape[0], lanes)
+        weight[:, None, begin : begin + lanes].astype(jnp.float32)
+        * wide[None, :, begin : begin + lanes]
+        for begin in range(0, rows.shape[1], lanes)
     ]
     even, odd = (functools.reduce(jnp.add, terms[first::2]) for first in (0, 1))
     # else XLA would fuse the loop into the last sum, and it would be scalar again
-    return jax.lax.optimization_barrier(even + odd).sum(axis=1)
+    return jax.lax.optimization_barrier(even + odd).sum(axis=2).T

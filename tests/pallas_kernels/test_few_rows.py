@@ -1,20 +1,20 @@
-"""One bf16 row on a CPU: the same numbers as any product, and no fp32 copy of the weights."""
+"""A few bf16 rows on a CPU: the same numbers as any product, and no fp32 copy of the weights."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.row_linear.one_row import LANES, lanes_of, row_product
+from pallas_kernels.row_linear.few_rows import LANES, MOST_ROWS, lanes_of, rows_product
 from pallas_kernels.row_linear.reference import linear
 
 OUTPUTS = 24
 
 
-def operands(width):
+def operands(width, rows=1):
     row, weight = jax.random.key(width), jax.random.key(width + 1)
     return (
-        jax.random.normal(row, (1, width), jnp.bfloat16),
+        jax.random.normal(row, (rows, width), jnp.bfloat16),
         jax.random.normal(weight, (OUTPUTS, width), jnp.bfloat16),
     )
 
@@ -30,14 +30,22 @@ def temporary_bytes(function, *shapes):
 
 
 @pytest.mark.parametrize("width", [48, 64, 128, 160, 576, 1536, 11008])
-def test_one_row_is_accumulated_in_fp32_at_any_width(width):
-    x, weight = operands(width)
+@pytest.mark.parametrize("rows", [1, MOST_ROWS])
+def test_rows_are_accumulated_in_fp32_at_any_width(width, rows):
+    x, weight = operands(width, rows)
     found = linear(x, weight, jnp.float32)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, exact(x, weight), rtol=1e-5, atol=1e-5 * width**0.5)
     rounded = linear(x[None], weight)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(rounded[0], found.astype(jnp.bfloat16))
+
+
+def test_a_row_is_the_same_to_the_bit_beside_any_others():
+    x, weight = operands(576, MOST_ROWS)
+    together = linear(x, weight)
+    for row in range(MOST_ROWS):
+        np.testing.assert_array_equal(linear(x[row : row + 1], weight)[0], together[row])
 
 
 def test_wide_rows_take_more_lanes_and_narrow_or_odd_ones_none():
@@ -63,7 +71,9 @@ def test_a_loop_does_not_widen_its_constant_weights_beforehand():
 
 def test_gradients_and_vmap_pass_through():
     x, weight = operands(128)
-    slope = jax.grad(lambda row: row_product(row, weight, 32).sum())(x[0].astype(jnp.float32))
-    np.testing.assert_allclose(slope, weight.astype(jnp.float32).sum(axis=0), rtol=1e-5, atol=1e-5)
+    slope = jax.grad(lambda row: rows_product(row, weight, 32).sum())(x.astype(jnp.float32))
+    np.testing.assert_allclose(
+        slope[0], weight.astype(jnp.float32).sum(axis=0), rtol=1e-5, atol=1e-5
+    )
     many = jax.vmap(linear, (0, None))(jnp.stack([x, 2 * x]), weight)
     np.testing.assert_array_equal(many[1], 2 * many[0])
