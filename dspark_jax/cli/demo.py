@@ -17,6 +17,7 @@ from dspark_jax.cli.demo_prompts import PROMPTS
 from dspark_jax.cli.side_by_side import Answer, Pair, comparison_table, first_difference
 from dspark_jax.decode.request import MAX_LOGPROBS, Completion, Request, SamplingParams
 from dspark_jax.decode.session import Generator
+from pallas_kernels.row_linear.few_rows import MOST_ROWS
 
 CONTEXT_STEP = 64
 RECHECKED = 3
@@ -52,7 +53,8 @@ def demo(
         drafter: a drafter folder, the name of a shipped one, or a Hugging Face id.
         dtype: of weights and caches, the same for both.
         max_new_tokens: tokens to answer with at most.
-        k: drafts in a block; the default is the drafter's block size.
+        k: drafts in a block; the default is the drafter's block size, on CPUs at most as many
+            as leave verification its quick products of few rows.
 
     Returns:
         0, or 1 if the answers part in float32; bfloat16 rounding may make them part.
@@ -68,7 +70,8 @@ def demo(
         console.print(f"\n[bold]{question}[/bold]\n{sample.strip()}\n", highlight=False)
         console.print(comparison_table(pairs))
         console.print(
-            f"Temperature 0, batch 1, {max_new_tokens} new tokens at most. tokens/s counts the "
+            f"Temperature 0, batch 1, {max_new_tokens} new tokens at most, "
+            f"{arms.dspark.config.depth} drafts a step. tokens/s counts the "
             "whole call, prompt included; compilation and warm-up are left out. Accepted length "
             "is tokens a step; plain decoding has 1.",
             style="dim",
@@ -120,9 +123,20 @@ def open_arms(target: str, drafter: str, dtype: Dtype, k: int | None, tokens: in
     return Arms(
         loaded,
         Generator(loaded, max_context=context),
-        Generator(loaded, pair, mode="static", k=k, max_context=context),
+        Generator(
+            loaded,
+            pair,
+            mode="static",
+            k=default_k(pair.config.block_size) if k is None else k,
+            max_context=context,
+        ),
         prompts,
     )
+
+
+def default_k(block_size: int) -> int:
+    """Drafts that pay on this machine, without a cost table to ask."""
+    return min(block_size, MOST_ROWS - 1) if jax.default_backend() == "cpu" else block_size
 
 
 def encode(target: LoadedTarget, prompt: str) -> list[int]:

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from dspark_jax.cli import demo
 from dspark_jax.cli.side_by_side import (
     Answer,
     Pair,
@@ -51,3 +52,10 @@ def test_the_table_has_a_row_a_category_and_one_for_all():
     assert "1.00x" in facts
     assert "1.50x" in everything
     assert "2.50" in everything
+
+
+def test_a_cpu_drafts_no_more_than_its_quick_products_hold(monkeypatch):
+    assert demo.default_k(7) == 3
+    assert demo.default_k(2) == 2
+    monkeypatch.setattr(demo.jax, "default_backend", lambda: "gpu")
+    assert demo.default_k(7) == 7
