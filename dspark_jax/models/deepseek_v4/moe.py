@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.weights import Moe
@@ -17,7 +17,7 @@ def moe(
     weights: Moe,
     x: Float[Array, "T D"],
     tokens: Int[Array, "T"],
-    real: Array,
+    real: Bool[Array, "T"],
 ) -> Float[Array, "T D"]:
     """The experts of each token and the shared one, all with clipped gates (``swiglu_limit``).
 

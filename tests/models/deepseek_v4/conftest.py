@@ -103,7 +103,7 @@ def load_toy(folder: Path, dtype: str = "float32", **changes) -> Toy:
     return Toy(config, deepseek_v4_weights(config, source, dtype, folder))
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def small_pages():
     """Pages of 16 tokens, so that a short text has several."""
     with pytest.MonkeyPatch.context() as patch:
@@ -111,24 +111,24 @@ def small_pages():
         yield
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return load_toy(tmp_path_factory.mktemp("toy"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def half_toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """The same weights in bfloat16."""
     return load_toy(tmp_path_factory.mktemp("half"), "bfloat16")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def texts() -> np.ndarray:
     """Two texts of 48 tokens."""
     return np.random.default_rng(3).integers(0, 64, (2, 48)).astype(np.int32)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def wanted(toy: Toy, texts: np.ndarray) -> np.ndarray:
     """What decoding one token at a time says after every token of the texts."""
     return toy.serial(texts)

@@ -77,6 +77,14 @@ def test_padding_rows_are_finite_and_leave_no_trace(toy, texts, wanted):
         assert (before[own:] != now[own:]).any()
 
 
+def test_a_batch_without_any_row_changes_nothing(toy, texts):
+    _, cache = toy.prefill(texts[:, :16], toy.cache(2))
+    nothing = np.zeros(2, np.int32)
+    logits, after = toy.verify(cache, texts[:, 16:24], np.full(2, 16, np.int32), nothing)
+    assert np.isfinite(logits).all()
+    jax.tree.map(np.testing.assert_array_equal, cache, after)
+
+
 def test_a_request_without_a_slot_writes_nothing(toy, texts):
     cache = toy.cache(2)
     packed = toy.rectangle(texts[:, :16], np.zeros(2), np.array([16, 16]), np.array([2, -1]))
