@@ -202,7 +202,7 @@ class Run:
             config, taps = self.target, drafter.target_layer_ids
             layers = jax.eval_shape(lambda: random_layers(config))
             features = jax.jit(lambda frozen, ids: target_features(config, frozen, ids, taps))
-            whole = self.frozen.replace(layers=layers)
+            whole = dataclasses.replace(self.frozen, layers=layers)
             found["target forward"] = (features, (whole, self.tokens))
         return found
 
@@ -231,7 +231,7 @@ class Run:
             "optimizer": step_ms - whole,
         }
         if "target forward" in compiled:
-            target = self.frozen.replace(layers=random_layers(self.target))
+            target = dataclasses.replace(self.frozen, layers=random_layers(self.target))
             parts["target forward"] = milliseconds(
                 lambda: compiled["target forward"](target, self.tokens)
             )
