@@ -1,9 +1,9 @@
 """What other engines reach on the same CPU, model, prompts and threads: transformers, llama.cpp.
 
 Reads the prompts out of a result of ``benchmarks.speed``, so that it runs in an environment of
-its own: only torch and transformers (with gguf), or llama_cpp, are needed, nothing of this
-package. Greedy decoding, batch 1, real stops. transformers reads the GGUF file into the dtype
-asked for; llama.cpp keeps the weights quantised as they are.
+its own: only torch and transformers (with gguf), or xllamacpp (llama.cpp as a wheel), are needed,
+nothing of this package. Greedy decoding, batch 1, real stops. transformers reads the GGUF file
+into the dtype asked for; llama.cpp keeps the weights quantised as they are.
 
     python benchmarks/peers_cpu.py speed.json model.gguf --threads 2 --json peers.json
 """
@@ -55,31 +55,18 @@ def transformers_decoder(gguf: Path, dtype: str, threads: int) -> Decode:
     return decode
 
 
-def llama_cpp_decoder(gguf: Path, context: int, threads: int, repack: bool) -> Decode:
-    import llama_cpp  # pyright: ignore[reportMissingImports]
+def llama_cpp_decoder(gguf: Path, context: int, threads: int) -> Decode:
+    import xllamacpp  # pyright: ignore[reportMissingImports]
 
-    if not repack:
-        defaults = llama_cpp.llama_model_default_params
-
-        def without_repacking() -> Any:
-            params = defaults()
-            params.use_extra_bufts = False
-            return params
-
-        llama_cpp.llama_cpp.llama_model_default_params = without_repacking
-    model = llama_cpp.Llama(
-        str(gguf), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False
-    )
-    stop = model.token_eos()
+    params = xllamacpp.CommonParams()
+    params.model.path = str(gguf)
+    params.n_ctx, params.n_parallel = context, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
 
     def decode(prompt: list[int], max_new_tokens: int) -> int:
-        model.reset()
-        count = 0
-        for token in model.generate(prompt, temp=0.0, top_k=1, reset=True):
-            count += 1
-            if token == stop or count == max_new_tokens:
-                break
-        return count
+        asked = {"prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0.0, "top_k": 1}
+        return server.handle_completions(asked)["usage"]["completion_tokens"]
 
     return decode
 
@@ -101,11 +88,6 @@ def main() -> int:
     parser.add_argument("record", type=Path, help="JSON written by benchmarks.speed")
     parser.add_argument("gguf", type=Path, help="the target's GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--no-repack",
-        action="store_true",
-        help="keep llama.cpp's weights as stored: 0.3.36 crashes on some CPUs with AMX otherwise",
-    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     record = json.loads(options.record.read_text())
@@ -117,19 +99,16 @@ def main() -> int:
             arms[f"transformers {dtype}"] = lambda dtype=dtype: transformers_decoder(
                 options.gguf, dtype, options.threads
             )
-    if importlib.util.find_spec("llama_cpp"):
-        arms["llama.cpp"] = lambda: llama_cpp_decoder(
-            options.gguf, context, options.threads, not options.no_repack
-        )
+    if importlib.util.find_spec("xllamacpp"):
+        arms["llama.cpp"] = lambda: llama_cpp_decoder(options.gguf, context, options.threads)
     if not arms:
-        print("neither transformers nor llama_cpp is installed")
+        print("neither transformers nor xllamacpp is installed")
         return 1
     result = {
         "command": sys.argv,
         "threads": options.threads,
         "machine": platform.processor() or platform.machine(),
         "versions": {"python": platform.python_version()} | _versions(),
-        "repack": not options.no_repack,
         "max_new_tokens": limit,
         "arms": [],
     }
@@ -150,8 +129,8 @@ def main() -> int:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package in ("torch", "transformers", "llama_cpp_python"):
-        if importlib.util.find_spec(package.removesuffix("_python")):
+    for package in ("torch", "transformers", "xllamacpp"):
+        if importlib.util.find_spec(package):
             found[package] = importlib.metadata.version(package)
     return found
 
