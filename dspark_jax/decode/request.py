@@ -153,6 +153,28 @@ class TokenLogprob:
 
 
 @dataclasses.dataclass(frozen=True)
+class Service:
+    """How an engine served a request.
+
+    Attributes:
+        queue_seconds: from arrival to the first step with a part of it; None without one.
+        first_token_seconds: from arrival to the moment the first token was read; None likewise.
+        seconds: from arrival to the answer.
+        preemptions: how often it lost its pages and was computed again.
+        reused_rows: rows of its text found in pages of earlier texts.
+        expected_accepted: drafts expected to be committed, the survivals of those in its windows;
+            None without confidences.
+    """
+
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds: float
+    preemptions: int
+    reused_rows: int
+    expected_accepted: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """One answer.
 
@@ -168,6 +190,7 @@ class Completion:
         logprobs: one a token, None unless asked for.
         confidence_logits: of each step's drafts, before calibration; None unless the session
             records them.
+        service: how an engine served it; None from a session. No part of equality.
     """
 
     prompt_ids: tuple[int, ...]
@@ -179,6 +202,7 @@ class Completion:
     commits: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     confidence_logits: tuple[tuple[float, ...], ...] | None = None
+    service: Service | None = dataclasses.field(default=None, compare=False)
 
     @property
     def accepted_length(self) -> float | None:
@@ -194,3 +218,36 @@ class Completion:
         if self.finish_reason != "stop" or not self.windows:
             return self.windows
         return (*self.windows[:-1], min(self.windows[-1], self.commits[-1]))
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """Drafts committed at each step, those behind an accepted stop left out."""
+        steps = zip(self.accepted, self.windows, self.commits, strict=True)
+        return tuple(min(step) for step in steps)
+
+    @property
+    def cap_trim(self) -> tuple[int, ...]:
+        """Drafts at each step that the window cut though verification accepted them.
+
+        Only mode "cap-accept" verifies behind its windows; elsewhere 0.
+        """
+        steps = zip(self.accepted, self.windows, self.commits, strict=True)
+        return tuple(
+            max(accepted - window, 0) if count > window else 0 for accepted, window, count in steps
+        )
+
+    @property
+    def acceptance_by_position(self) -> tuple[float | None, ...]:
+        """Share of the drafts verified at each position, all before them accepted, that were too.
+
+        Conditional acceptance; as long as the longest window, None where none was reached.
+        """
+        steps = [
+            (got if count <= got else window, got)
+            for window, got, count in zip(self.windows, self.committed, self.commits, strict=True)
+        ]
+        shares: list[float | None] = []
+        for position in range(1, max(self.windows, default=0) + 1):
+            reached = [got >= position for window, got in steps if window >= position <= got + 1]
+            shares.append(sum(reached) / len(reached) if reached else None)
+        return tuple(shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -31,6 +32,21 @@ class Weights:
 
 
 @flax.struct.dataclass
+class Decision:
+    """What a step decided before it verified.
+
+    Attributes:
+        budget: drafts to verify over the whole batch.
+        depth: drafts walked of each request; 0 in a step that did not draft.
+        confidence: calibrated, of the walked drafts; None without a head.
+    """
+
+    budget: Int[Array, ""]
+    depth: Int[Array, ""]
+    confidence: Float[Array, "S G"] | None
+
+
+@flax.struct.dataclass
 class Outcome:
     """What one step did, by slot.
 
@@ -41,6 +57,7 @@ class Outcome:
         accepted: drafts that the verified rows accepted (in mode "cap-accept" also beyond the
             window).
         logprobs: of ``tokens``; None unless the config asks for them.
+        decision: how the windows came about; None in mode "off".
     """
 
     tokens: Int[Array, "S W"]
@@ -48,6 +65,7 @@ class Outcome:
     window: Int[Array, "S"]
     accepted: Int[Array, "S"]
     logprobs: Logprobs | None
+    decision: Decision | None = None
 
 
 def decode_step(
@@ -71,17 +89,18 @@ def decode_step(
     room = _room(state)
     if config.mode == "off":
         window = jnp.zeros_like(room)
-        drafts, confidences = None, state.confidences
+        drafts, decision, confidences = None, None, state.confidences
     else:
         valid = jnp.arange(1, config.depth + 1)[None] <= (room - 1)[:, None]
-        drafts, window, confidences = _draft_and_allocate(
+        drafts, window, decision, confidences = _draft_and_allocate(
             weights, state, tables, keys, valid & state.active[:, None], config
         )
         state = state.replace(confidence_log=_log_confidences(state, drafts))
     state, outcome = verify_and_commit(
         weights, state, sampling, keys, drafts, window, room, prompts, config
     )
-    return state.replace(confidences=confidences, tick=state.tick + 1), outcome
+    state = state.replace(confidences=confidences, tick=state.tick + 1)
+    return state, dataclasses.replace(outcome, decision=decision)
 
 
 def _log_confidences(state: State, drafts: Drafts) -> Float[Array, "S M G"] | None:
@@ -107,16 +126,18 @@ def _draft_and_allocate(
     keys: Array | None,
     valid: Bool[Array, "S G"],
     config: StepConfig,
-) -> tuple[Drafts, Int[Array, "S"], Array]:
+) -> tuple[Drafts, Int[Array, "S"], Decision, Array]:
     """Draft as deep as lagged information asks for, then give each request its window."""
-    full = valid.sum(axis=1).astype(jnp.int32)
-    if not config.adaptive:
-        return draft(weights, state, keys, config.depth, config=config), full, state.confidences
-    if config.threshold is not None:
+    if not config.adaptive or config.threshold is not None:
         drafts = draft(weights, state, keys, config.depth, config=config)
-        certain = _calibrated(drafts, state, tables) > config.threshold
-        window = jnp.cumprod(valid & certain, axis=1).sum(axis=1).astype(jnp.int32)
-        return drafts, window, state.confidences
+        confidence = None if drafts.confidence is None else _calibrated(drafts, state, tables)
+        wanted = valid
+        if config.threshold is not None:
+            assert confidence is not None, "the config has been checked for a head"
+            wanted = jnp.cumprod(valid & (confidence > config.threshold), axis=1)
+        window = wanted.sum(axis=1).astype(jnp.int32)
+        decision = Decision(window.sum(), jnp.int32(config.depth), confidence)
+        return drafts, window, decision, state.confidences
 
     load = Load(
         sampling=state.active.sum(),
@@ -156,7 +177,8 @@ def _draft_and_allocate(
     refreshed = drafted & state.active[:, None]
     kept = age(jnp.where(refreshed, confidence, newest), refreshed)
     confidences = state.confidences.at[state.tick % config.lag].set(kept)
-    return drafts, window, confidences
+    walked = jnp.asarray(caps, jnp.int32)[tier]
+    return drafts, window, Decision(budget, walked, confidence), confidences
 
 
 def _calibrated(drafts: Drafts, state: State, tables: CostTables) -> Float[Array, "S G"]:

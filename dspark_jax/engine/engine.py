@@ -30,6 +30,8 @@ from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
 from dspark_jax.engine.answer import absorb, complete, show
 from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.figures import Figure
+from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
@@ -111,6 +113,7 @@ class Engine:
             steps=config.steps,
             prefix_reuse=config.prefix_reuse,
         )
+        self.reset_metrics()
         self._flights: deque[Flight] = deque()
         self._live: dict[int, Sequence] = {}
         self._unclaimed: dict[int, Completion] = {}
@@ -136,6 +139,19 @@ class Engine:
     def reused_rows(self) -> int:
         """Rows found in pages of earlier texts instead of computed."""
         return self._scheduler.reused_rows
+
+    def figures(self) -> list[Figure]:
+        """What has been measured since the start, or since `reset_metrics` (docs/metrics.md)."""
+        return self._metrics.figures()
+
+    def reset_metrics(self) -> None:
+        """Measure from here on, as after a warm-up."""
+        self._metrics = Metrics(
+            self.step_config,
+            self.config.stepping,
+            lambda: self._programs.costs,
+            self._scheduler,
+        )
 
     def tokens(self, index: int) -> tuple[int, ...]:
         """The answer of a waiting or running request as far as it has been read.
@@ -192,7 +208,7 @@ class Engine:
         if isinstance(self._calibration, Calibration) and self.step_config.adaptive:
             self._tell(self._calibration.distant(request.params.temperature))
         self._arrivals += 1
-        self._live[index] = Sequence(job, self.context)
+        self._live[index] = Sequence(job, self.context, arrived=self._metrics.clock())
         self._scheduler.add(self._live[index])
         return index
 
@@ -206,13 +222,17 @@ class Engine:
         self._end(sequence)
         text = self.target.text
         shown = None if text is None else text.decode(sequence.tokens)
-        return complete(sequence, sequence.tokens, shown, "abort")
+        return self._served(sequence, complete(sequence, sequence.tokens, shown, "abort"))
 
     def step(self) -> dict[int, Completion]:
         """Dispatch a step, or several, and read the ones before; the answers that ended there."""
         plan = self._scheduler.plan()
         if plan is not None:
+            sent = self._metrics.clock()
             flight = self._programs.dispatch(plan)
+            flight.sent = sent
+            for sequence in plan.sequences:
+                self._metrics.joined(sequence, sent)
             self._flights.append(flight)
             if not self.config.overlap:
                 jax.block_until_ready(flight.report)
@@ -250,16 +270,19 @@ class Engine:
     def _settle(self, flight: Flight, ended: dict[int, Completion]) -> None:
         """Read a dispatch and take over what it did to requests that still want it."""
         report = flight.read()
+        self._metrics.read(flight, report)
         for sequence, lane in flight.lanes:
             sequence.in_flight -= flight.plan.steps
             if sequence.stage is Stage.DONE:
                 continue
             reason = absorb(sequence, report, lane)
+            if sequence.tokens and sequence.first_token is None:
+                sequence.first_token = self._metrics.clock()
             completion = show(sequence, self.target.text, reason)
             self._scheduler.remember(sequence, sequence.rows)
             if completion is not None:
                 self._end(sequence)
-                ended[sequence.arrival] = completion
+                ended[sequence.arrival] = self._served(sequence, completion)
 
     def _find(self, index: int) -> Sequence:
         if index not in self._live:
@@ -270,6 +293,11 @@ class Engine:
         self._scheduler.leave(sequence)
         sequence.stage = Stage.DONE
         del self._live[sequence.arrival]
+
+    def _served(self, sequence: Sequence, completion: Completion) -> Completion:
+        """The answer with how it was served."""
+        service = self._metrics.ended(sequence, completion)
+        return dataclasses.replace(completion, service=service)
 
     def _tell(self, message: str | None) -> None:
         """Warn once."""

@@ -43,6 +43,11 @@ class PageStore:
         """Pages that nobody uses, known or not."""
         return len(self._blank) + len(self._idle)
 
+    @property
+    def cached(self) -> int:
+        """Free pages that are known and kept for texts that begin the same."""
+        return len(self._idle)
+
     def known(self, keys: Iterable[Key]) -> list[int]:
         """The pages of the longest run of ``keys`` that are known, from the first on."""
         pages = []

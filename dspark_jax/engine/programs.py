@@ -37,11 +37,23 @@ _MIXED = jax.jit(on_device.mixed, static_argnames="config", donate_argnums=1)
 
 @dataclasses.dataclass
 class Flight:
-    """A dispatch that may still be running. ``lanes`` says which lane a sequence decodes in."""
+    """A dispatch that may still be running.
+
+    Attributes:
+        plan: what was asked for.
+        lanes: which lane a sequence decodes in.
+        report: outcomes, on the device.
+        batch: lanes it was compiled for.
+        pieces: pieces of prompts it was compiled for.
+        sent: when it was dispatched, seconds on the engine's clock.
+    """
 
     plan: Plan
     lanes: list[tuple[Text, int]]
     report: Report
+    batch: int
+    pieces: int
+    sent: float = 0.0
 
     def read(self) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
@@ -102,13 +114,18 @@ class Programs:
         return tuple(sorted({1, self.pieces}))
 
     @cached_property
-    def _priced(self) -> dict[tuple[int, int], CostTables]:
-        """Cost tables on the device, by lanes and pieces."""
+    def costs(self) -> dict[tuple[int, int], CostTables]:
+        """Cost tables on the host, by lanes and pieces."""
         tiers = itertools.product(self.batches, (0, *self.piece_tiers))
         return {
-            (batch, pieces): jax.device_put(self.tables(batch, pieces * self.prompt_width))
+            (batch, pieces): jax.device_get(self.tables(batch, pieces * self.prompt_width))
             for batch, pieces in tiers
         }
+
+    @cached_property
+    def _priced(self) -> dict[tuple[int, int], CostTables]:
+        """The same on the device."""
+        return jax.device_put(self.costs)
 
     def warm_up(self, params: Sequence[SamplingParams], progress: bool) -> None:
         """Compile every tier for requests like these."""
@@ -134,17 +151,18 @@ class Programs:
         lane = {one: one.slot if whole else index for index, one in enumerate(everyone)}
         decoding = [(one, lane[one]) for one in plan.decoding]
         pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
+        room = _tier((0, *self.piece_tiers), len(pieces))
         report = self._step(
             config,
             self._place([(one, lane[one]) for one in everyone], batch, columns, len(decoding)),
             pieces,
-            _tier((0, *self.piece_tiers), len(pieces)),
+            room,
             plan.steps,
             plan.patient,
         )
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
-        return Flight(plan, decoding, report)
+        return Flight(plan, decoding, report, batch, room)
 
     @property
     def _group(self) -> int:

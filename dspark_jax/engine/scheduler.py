@@ -62,7 +62,8 @@ class Scheduler:
 
     Attributes:
         preemptions: how often a request lost its pages.
-        reused_rows: rows that were found in known pages instead of computed.
+        sought_rows: rows of joining requests, looked for in known pages.
+        reused_rows: rows that were found there instead of computed.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.sought_rows = 0
         self.reused_rows = 0
         self._page_size = pool.size
         self._free_slots = list(reversed(range(slots)))
@@ -161,6 +163,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.leave(sequence)
         sequence.stage = Stage.WAITING
+        sequence.preemptions += 1
         self.preemptions += 1
         self.add(sequence)
 
@@ -181,6 +184,8 @@ class Scheduler:
             sequence.pages = shared + self.store.take(missing)
             sequence.remembered = len(shared)
             sequence.prefilled = len(shared) * self._page_size
+            sequence.reused_rows += sequence.prefilled
+            self.sought_rows += sequence.rows
             self.reused_rows += sequence.prefilled
             sequence.slot = self._free_slots.pop()
             sequence.stage = Stage.PREFILLING

@@ -35,6 +35,11 @@ class Sequence:
         in_flight: steps dispatched and not read yet.
         keys: of its full pages of known tokens.
         remembered: how many of ``pages`` the store has been told of.
+        preemptions: how often it lost its pages.
+        reused_rows: rows that it found in known pages instead of computing them.
+        expected: drafts of all its windows that were expected to be accepted, summed survivals;
+            None without confidences.
+        arrived, joined, first_token: seconds on the engine's clock; None before.
     """
 
     job: Job
@@ -51,6 +56,12 @@ class Sequence:
     in_flight: int = 0
     keys: list[Key] = dataclasses.field(default_factory=list)
     remembered: int = 0
+    preemptions: int = 0
+    reused_rows: int = 0
+    expected: float | None = None
+    arrived: float | None = None
+    joined: float | None = None
+    first_token: float | None = None
 
     @property
     def arrival(self) -> int:

@@ -1,0 +1,389 @@
+"""What an engine measures of itself, from outcomes that it has copied back anyway. Host only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.calibration.live import LiveCalibration
+from dspark_jax.calibration.online import DECAY
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.request import Completion, Service
+from dspark_jax.engine.figures import Figure, Histogram
+from dspark_jax.engine.lanes import Report
+from dspark_jax.engine.programs import Flight
+from dspark_jax.engine.scheduler import Scheduler
+from dspark_jax.engine.sequence import Sequence, Stage
+from dspark_jax.schedule.cost import CostTables
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+STEP_SECONDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
+BUDGETS = (0, *(2**power for power in range(14)))
+
+
+class Metrics:
+    """Sums over everything that has been read.
+
+    Args:
+        config: the step.
+        stepping: the step as it is taken by so many lanes.
+        costs: tables on the host by lanes and pieces of prompts; asked when the first step is read.
+        scheduler: queue and pages; what it has counted before is left out.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        config: StepConfig,
+        stepping: Callable[[StepConfig, int], StepConfig],
+        costs: Callable[[], Mapping[tuple[int, int], CostTables]],
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
+        self._config, self._stepping, self._costs = config, stepping, costs
+        self._scheduler, self._before = scheduler, _counted(scheduler)
+        depth = config.depth
+        self._sums: dict[str, Any] = Counter()  # whole numbers and seconds
+        self._finished: Counter[str] = Counter()
+        self._buckets: Counter[str] = Counter()
+        self._by_position = {
+            name: np.zeros(depth, np.int64) for name in ("verified", "reached", "accepted")
+        }
+        self._windows = Histogram(range(depth + 1))
+        self._budgets = Histogram(BUDGETS)
+        self._step_seconds = Histogram(STEP_SECONDS)
+        self._queue = Histogram(SECONDS)
+        self._first = Histogram(SECONDS)
+        self._whole = Histogram(SECONDS)
+        self._calibration = LiveCalibration(depth, DECAY)
+        self._read_at = -np.inf
+
+    def joined(self, sequence: Sequence, now: float) -> None:
+        """The sequence takes part in a dispatch; the first time ends its wait."""
+        if sequence.joined is not None:
+            return
+        sequence.joined = now
+        self._sums["prompt_tokens"] += len(sequence.job.prompt_ids)
+        if sequence.arrived is not None:
+            self._queue.add(now - sequence.arrived)
+
+    def read(self, flight: Flight, report: Report) -> None:
+        """Take over a dispatch that has just been read, before its sequences have grown."""
+        now = self.clock()
+        seconds, self._read_at = now - max(flight.sent, self._read_at), now
+        done = int(report.done)
+        if not done:
+            return
+        outcome = report.outcome
+        count, window = (np.asarray(part[:done]) for part in (outcome.count, outcome.window))
+        judged = np.asarray(outcome.accepted[:done])
+        live = count > 0
+        window, judged = window * live, judged * live
+        decision = outcome.decision
+        depth = np.zeros(done, np.int32) if decision is None else np.asarray(decision.depth[:done])
+        taken = live.any(axis=1)  # other steps read prompts and nothing else
+
+        committed = np.minimum(judged, window)
+        # What lies behind an accepted stop was verified, and says nothing.
+        stopped = live & (count <= committed)
+        proposed = np.where(stopped, count, window)
+        accepted = np.where(stopped, count, committed)
+        # A position that was not walked holds a blank, which a full block may accept by chance.
+        beyond = np.maximum(np.minimum(judged, depth[:, None]) - window, 0)
+        trimmed = np.where(stopped, 0, beyond)
+
+        for name, value in (
+            ("steps", done),
+            ("verifications", live.sum()),
+            ("tokens", count.sum()),
+            ("drafted_blocks", (live & (depth[:, None] > 0)).sum()),
+            ("proposed", proposed.sum()),
+            ("accepted", accepted.sum()),
+            ("trimmed", trimmed.sum()),
+            ("windows", window.sum()),
+            ("skips", ((depth == 0) & taken).sum() if self._config.drafts else 0),
+        ):
+            self._sums[name] += int(value)
+        position = np.arange(1, self._config.depth + 1)
+        asked, got = proposed[..., None], accepted[..., None]
+        for name, happened in (
+            ("verified", asked >= position),
+            ("reached", (asked >= position) & (got >= position - 1)),
+            ("accepted", got >= position),
+        ):
+            self._by_position[name] += happened.sum(axis=(0, 1))
+        self._windows.add(window[live])
+        if decision is not None:
+            self._budgets.add(decision.budget[:done][taken])
+            if decision.confidence is not None:
+                self._believe(flight, decision.confidence[:done], proposed, accepted)
+        self._time(flight, seconds / done, count, window, depth)
+
+    def ended(self, sequence: Sequence, completion: Completion) -> Service:
+        """Count an answer; how it was served."""
+        now = self.clock()
+        self._finished[completion.finish_reason] += 1
+        arrived = now if sequence.arrived is None else sequence.arrived
+
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else moment - arrived
+
+        service = Service(
+            queue_seconds=since(sequence.joined),
+            first_token_seconds=since(sequence.first_token),
+            seconds=now - arrived,
+            preemptions=sequence.preemptions,
+            reused_rows=sequence.reused_rows,
+            expected_accepted=sequence.expected,
+        )
+        if completion.finish_reason != "abort":
+            self._whole.add(service.seconds)
+            if service.first_token_seconds is not None:
+                self._first.add(service.first_token_seconds)
+        return service
+
+    def _believe(self, flight: Flight, confidence: Any, proposed: Any, accepted: Any) -> None:
+        """Compare survivals with what happened."""
+        certain = np.nan_to_num(np.asarray(confidence, np.float64), nan=0.0)
+        survival = np.cumprod(certain, axis=-1)
+        position = np.arange(1, survival.shape[-1] + 1)
+        expected = np.where(position <= proposed[..., None], survival, 0.0).sum(axis=-1)
+        self._sums["expected"] += float(expected.sum())
+        by_lane = expected.sum(axis=0).tolist()
+        for sequence, lane in flight.lanes:
+            if sequence.stage is not Stage.DONE:
+                sequence.expected = (sequence.expected or 0.0) + by_lane[lane]
+        flat = (survival.reshape(-1, survival.shape[-1]), proposed.ravel(), accepted.ravel())
+        self._calibration.observe(*flat, steps=len(survival))
+
+    def _time(
+        self, flight: Flight, seconds: float, count: Any, window: Any, depth: np.ndarray
+    ) -> None:
+        """Rows and seconds of each step, and the seconds that the cost table gives it."""
+        live = count > 0
+        width, batch = self._config.width, flight.batch
+        tables = self._costs()[batch, flight.pieces]
+        start = np.zeros(live.shape[1], np.int64)
+        for sequence, lane in flight.lanes:
+            start[lane] = sequence.rows
+        lengths = start + np.cumsum(count, axis=0) - count
+        contexts = (lengths * live).sum(axis=1)
+        buckets = self._stepping(self._config, batch).buckets or (batch * width,)
+        compact = self._config.mode == "compact"
+        for step in range(len(count)):
+            full = live[step].sum() * width
+            capped = self._config.mode == "cap-accept"
+            rows = int(full if capped else (window[step] + live[step]).sum())
+            bucket = batch * width
+            if compact:
+                bucket = next(size for size in buckets if size >= rows)
+            if rows:
+                self._buckets[str(bucket)] += 1
+                self._sums["rows"] += rows
+                self._sums["bucket_rows"] += bucket
+            self._step_seconds.add(seconds)
+            if not tables.known or seconds <= 0:
+                continue
+            size = rows if compact else bucket
+            predicted = np.interp(contexts[step], tables.contexts, tables.verify[:, size])
+            if depth[step]:
+                predicted += np.interp(contexts[step], tables.contexts, tables.draft[:, batch])
+            self._sums["predicted_steps"] += 1
+            self._sums["predicted_seconds"] += float(predicted)
+            self._sums["measured_seconds"] += seconds
+            self._sums["relative_error"] += abs(float(predicted) - seconds) / seconds
+
+    def figures(self) -> list[Figure]:
+        """Everything, as it stands."""
+        sums, scheduler = self._sums, self._scheduler
+        store, counted = scheduler.store, _counted(scheduler)
+        counted.subtract(self._before)
+
+        def ratio(above: float, below: float) -> float | None:
+            return above / below if below else None
+
+        def by_position(values: Any) -> dict[str, float]:
+            return {str(j): one for j, one in enumerate(values.tolist(), 1)}
+
+        def counter(name: str, unit: str, meaning: str, value: Any, label: str | None = None):
+            return Figure(f"{name}_total", "counter", unit, meaning, value, label)
+
+        def gauge(name: str, unit: str, meaning: str, value: Any, label: str | None = None):
+            return Figure(name, "gauge", unit, meaning, value, label)
+
+        def histogram(name: str, unit: str, meaning: str, value: Histogram):
+            return Figure(name, "histogram", unit, meaning, value)
+
+        steps, blocks = sums["steps"], sums["verifications"]
+        used = store.count - store.free
+        block = None
+        if self._config.mode == "cap-accept":
+            block = ratio(sums["tokens"] + sums["trimmed"], blocks)
+        pages = {"used": used, "cached": store.cached, "blank": store.free - store.cached}
+        return [
+            gauge("num_requests_running", "requests", "In a slot.", len(scheduler.running)),
+            gauge("num_requests_waiting", "requests", "In the queue.", len(scheduler.waiting)),
+            counter(
+                "num_preemptions", "1", "Requests that lost their pages.", counted["preempted"]
+            ),
+            counter(
+                "request_success",
+                "requests",
+                "Ended requests by reason.",
+                dict(self._finished),
+                "finished_reason",
+            ),
+            counter("prompt_tokens", "tokens", "Prompts that joined.", sums["prompt_tokens"]),
+            counter("generation_tokens", "tokens", "Committed by steps.", sums["tokens"]),
+            histogram("request_queue_time_seconds", "s", "Arrival to first step.", self._queue),
+            histogram("time_to_first_token_seconds", "s", "Arrival to first token.", self._first),
+            histogram("e2e_request_latency_seconds", "s", "Arrival to answer.", self._whole),
+            gauge("kv_cache_usage_perc", "share", "Pages in use.", used / store.count),
+            gauge("num_pages", "pages", "Pages by what they hold.", pages, "state"),
+            counter(
+                "prefix_cache_queries",
+                "tokens",
+                "Rows looked for in pages.",
+                counted["sought_rows"],
+            ),
+            counter("prefix_cache_hits", "tokens", "Rows found there.", counted["reused_rows"]),
+            counter("steps", "steps", "Steps read.", steps),
+            counter("spec_verify_calls", "1", "Windows verified, one a request and step.", blocks),
+            histogram("step_seconds", "s", "A step, prompts in it included.", self._step_seconds),
+            counter(
+                "step_time_measured_seconds",
+                "s",
+                "Steps that the cost table predicts.",
+                float(sums["measured_seconds"]),
+            ),
+            counter(
+                "step_time_predicted_seconds",
+                "s",
+                "The same steps, by the cost table.",
+                float(sums["predicted_seconds"]),
+            ),
+            gauge(
+                "step_time_relative_error",
+                "share",
+                "Mean of |predicted - measured| / measured.",
+                ratio(sums["relative_error"], sums["predicted_steps"]),
+            ),
+            counter("spec_decode_num_drafts", "1", "Blocks drafted.", sums["drafted_blocks"]),
+            counter(
+                "spec_decode_num_draft_tokens", "tokens", "Drafts in windows.", sums["proposed"]
+            ),
+            counter(
+                "spec_decode_num_accepted_tokens", "tokens", "Drafts committed.", sums["accepted"]
+            ),
+            counter(
+                "spec_decode_num_accepted_tokens_per_pos",
+                "tokens",
+                "Drafts committed by position.",
+                by_position(self._by_position["accepted"]),
+                "position",
+            ),
+            counter(
+                "spec_decode_num_verified_tokens_per_pos",
+                "tokens",
+                "Drafts in windows by position.",
+                by_position(self._by_position["verified"]),
+                "position",
+            ),
+            counter(
+                "spec_decode_num_reached_tokens_per_pos",
+                "tokens",
+                "Drafts in windows whose predecessors were all accepted.",
+                by_position(self._by_position["reached"]),
+                "position",
+            ),
+            counter(
+                "spec_decode_num_expected_tokens",
+                "tokens",
+                "Drafts expected to be committed: the survivals of those in windows.",
+                float(sums["expected"]),
+            ),
+            gauge(
+                "spec_accept_length",
+                "tokens",
+                "Tokens a window, bonus included.",
+                ratio(sums["tokens"], blocks),
+            ),
+            gauge(
+                "spec_accept_rate",
+                "share",
+                "Drafts committed of those in windows.",
+                ratio(sums["accepted"], sums["proposed"]),
+            ),
+            gauge(
+                "spec_cap_length",
+                "tokens",
+                "Rows a window, anchor included.",
+                ratio(sums["windows"] + blocks, blocks),
+            ),
+            gauge(
+                "spec_block_accept_length",
+                "tokens",
+                "Tokens a window had everything drafted been committed; cap-accept only.",
+                block,
+            ),
+            counter(
+                "spec_cap_trim_tokens",
+                "tokens",
+                "Drafts that windows cut and verification accepted; cap-accept only.",
+                sums["trimmed"],
+            ),
+            counter("draft_skips", "steps", "Steps without drafts.", sums["skips"]),
+            histogram("verify_window_tokens", "tokens", "Drafts of a window.", self._windows),
+            histogram("verify_budget_tokens", "tokens", "Budget of a step.", self._budgets),
+            counter("verify_rows", "tokens", "Rows of windows.", sums["rows"]),
+            counter(
+                "verify_bucket_rows", "tokens", "Rows that steps ran for.", sums["bucket_rows"]
+            ),
+            gauge(
+                "verify_bucket_fill",
+                "share",
+                "Rows of windows of those that steps ran for.",
+                ratio(sums["rows"], sums["bucket_rows"]),
+            ),
+            counter(
+                "verify_bucket_steps",
+                "steps",
+                "Steps by the rows they ran for.",
+                dict(self._buckets),
+                "rows",
+            ),
+            gauge(
+                "confidence_ece",
+                "share",
+                "Calibration error of survival in the last thousand steps.",
+                by_position(self._calibration.recent.error),
+                "position",
+            ),
+            gauge(
+                "confidence_ece_lifetime",
+                "share",
+                "The same since the start: what has drifted differs.",
+                by_position(self._calibration.lifetime.error),
+                "position",
+            ),
+            gauge(
+                "confidence_bias",
+                "share",
+                "Predicted survival less the share accepted, in the last thousand steps.",
+                by_position(self._calibration.recent.bias),
+                "position",
+            ),
+        ]
+
+
+def _counted(scheduler: Scheduler) -> Counter[str]:
+    return Counter(
+        preempted=scheduler.preemptions,
+        sought_rows=scheduler.sought_rows,
+        reused_rows=scheduler.reused_rows,
+    )
