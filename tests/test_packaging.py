@@ -29,9 +29,10 @@ ALLOWED = {
     "schedule": {"drafter", "models", "calibration", "pallas_kernels"},
     "decode": BELOW_DECODE,
     "engine": BELOW_DECODE | {"decode"},
+    "bench": BELOW_DECODE | {"decode", "engine"},
     "testing": BELOW_DECODE | {"decode"},
     "train": BELOW_DECODE | {"decode"},
-    "cli": BELOW_DECODE | {"decode", "engine", "train"},
+    "cli": BELOW_DECODE | {"decode", "engine", "bench", "train"},
 }
 
 

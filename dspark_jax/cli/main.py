@@ -30,6 +30,7 @@ SUBCOMMANDS = {
         "dspark_jax.cli.calibrate", "Fit the temperatures of a confidence head."
     ),
     "profile": Subcommand("dspark_jax.cli.profile", "Time the steps of serving: a cost table."),
+    "bench": Subcommand("dspark_jax.cli.bench", "Measure an engine's settings under load."),
     "demo": Subcommand("dspark_jax.cli.demo", "Plain and DSpark decoding side by side."),
     "version": Subcommand("dspark_jax.cli.version", "Versions of the package and of JAX."),
 }

@@ -1,0 +1,1 @@
+"""Load on an engine: every fixed setting and the adaptive ones, over the same prompts."""

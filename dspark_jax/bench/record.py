@@ -1,0 +1,46 @@
+"""The raw result of a bench: written after every arm, with the errors of arms that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import dspark_jax
+from dspark_jax.bench.summary import ANSWER_COLUMNS, add_ratios, mixed_traffic
+
+
+class Record:
+    """What was run, on what, and what came out, in order of running."""
+
+    def __init__(self, path: Path, **facts: Any) -> None:
+        self._path = path
+        self.facts: dict[str, Any] = {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "device": jax.devices()[0].device_kind,
+            "backend": jax.default_backend(),
+            "cpus": os.cpu_count(),
+            "xla_flags": os.environ.get("XLA_FLAGS"),
+            "versions": {"dspark_jax": dspark_jax.__version__, "jax": jax.__version__},
+            "answer_columns": ANSWER_COLUMNS,
+            **facts,
+        }
+        self.arms: list[dict[str, Any]] = []
+
+    def add(self, arm: dict[str, Any]) -> None:
+        """Keep an arm and write everything so far."""
+        self.arms.append(arm)
+        add_ratios(self.arms)
+        content = {**self.facts, "arms": self.arms, "mixed_traffic": mixed_traffic(self.arms)}
+        whole = self._path.with_name(self._path.name + ".part")
+        whole.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        whole.replace(self._path)
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        """Arms that have an error in place of figures."""
+        return [arm for arm in self.arms if "error" in arm]
