@@ -40,29 +40,31 @@ def absorb(sequence: Sequence, report: Report, lane: int) -> FinishReason | None
     return None if finish == states.RUNNING else FINISH[finish]
 
 
-def show(sequence: Sequence, text: Text | None, reason: FinishReason | None) -> Completion | None:
-    """Stream what is new; the answer, if it has ended by ``reason`` or by a stop string."""
+def answer(sequence: Sequence, text: Text | None, reason: FinishReason | None) -> Completion | None:
+    """The answer, if it has ended by ``reason`` or by a stop string."""
     job, tokens = sequence.job, sequence.tokens
     cut = None
     if text is not None and job.params.stop:
         shown = tokens[:-1] if reason == "stop" else tokens
         cut = find_stop(text.decode, shown, job.params.stop)
-    if cut is None and reason is None:
-        if job.stream is not None:
-            job.stream.update(tokens)
-        return None
-    shown = tokens
     if cut is not None:
-        (count, answer), reason = cut, "stop"
-        tokens = tokens[:count]
-    else:
-        shown = tokens[:-1] if reason == "stop" else tokens
-        answer = None if text is None else text.decode(shown)
-    assert reason is not None
-    completion = complete(sequence, tokens, answer, reason)
-    if job.stream is not None and answer is not None:
-        job.stream.finish(answer)
-    return completion
+        count, before = cut
+        return complete(sequence, tokens[:count], before, "stop")
+    if reason is None:
+        return None
+    shown = tokens[:-1] if reason == "stop" else tokens
+    return complete(sequence, tokens, None if text is None else text.decode(shown), reason)
+
+
+def show(sequence: Sequence, completion: Completion | None) -> None:
+    """Stream what is new in a growing text, or the rest of a complete one."""
+    stream = sequence.job.stream
+    if stream is None:
+        return
+    if completion is None:
+        stream.update(sequence.tokens)
+    elif completion.text is not None:
+        stream.finish(completion.text)
 
 
 def complete(

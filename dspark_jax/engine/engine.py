@@ -28,7 +28,7 @@ from dspark_jax.decode.setup import (
 )
 from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
-from dspark_jax.engine.answer import absorb, complete, show
+from dspark_jax.engine.answer import absorb, answer, complete, show
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.figures import Figure
 from dspark_jax.engine.metrics import Metrics
@@ -187,7 +187,9 @@ class Engine:
         """Let a request join as soon as there is room; the number that names it from now on.
 
         Args:
-            on_text: called with pieces of the answer's text as they become certain.
+            on_text: called with pieces of the answer's text as they become certain; it may
+                `abort`. What it raises comes out of `step` when all answers are up to date, and
+                the request goes on; answers that ended then come with the next `step`.
 
         Raises:
             ValueError: a request that cannot be answered.
@@ -236,18 +238,19 @@ class Engine:
             self._flights.append(flight)
             if not self.config.overlap:
                 jax.block_until_ready(flight.report)
-        ended, self._unclaimed = self._unclaimed, {}
         # Without a new dispatch the oldest one has to be read, or nothing would ever change.
         while len(self._flights) > (plan is not None):
-            self._settle(self._flights.popleft(), ended)
+            self._settle(self._flights.popleft())
             if plan is None:
                 break
+        ended, self._unclaimed = self._unclaimed, {}
         return ended
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Answer these requests, in order; others that were added go on beside them.
 
-        Answers of the others come with the next `step`.
+        Answers of the others come with the next `step`; so do these if a callback of another
+        request raises.
 
         Raises:
             ValueError: a request that cannot be answered; none of them has been started.
@@ -262,14 +265,17 @@ class Engine:
                 self.abort(index)
             raise
         found: dict[int, Completion] = {}
-        while not found.keys() >= set(mine):
-            found |= self.step()
-        self._unclaimed = {index: one for index, one in found.items() if index not in set(mine)}
-        return [found[index] for index in mine]
+        try:
+            while any(index in self._live for index in mine):
+                found |= self.step()
+        finally:
+            self._unclaimed |= found
+        return [self._unclaimed.pop(index) for index in mine]
 
-    def _settle(self, flight: Flight, ended: dict[int, Completion]) -> None:
+    def _settle(self, flight: Flight) -> None:
         """Read a dispatch and take over what it did to requests that still want it."""
         report = flight.read()
+        failures: list[Exception] = []
         self._metrics.read(flight, report)
         for sequence, lane in flight.lanes:
             sequence.in_flight -= flight.plan.steps
@@ -278,11 +284,17 @@ class Engine:
             reason = absorb(sequence, report, lane)
             if sequence.tokens and sequence.first_token is None:
                 sequence.first_token = self._metrics.clock()
-            completion = show(sequence, self.target.text, reason)
+            completion = answer(sequence, self.target.text, reason)
             self._scheduler.remember(sequence, sequence.rows)
             if completion is not None:
                 self._end(sequence)
-                ended[sequence.arrival] = self._served(sequence, completion)
+                self._unclaimed[sequence.arrival] = self._served(sequence, completion)
+            try:
+                show(sequence, completion)
+            except Exception as failure:  # of a callback, which must not cost others their tokens
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def _find(self, index: int) -> Sequence:
         if index not in self._live:

@@ -191,6 +191,7 @@ def test_answers_that_end_beside_a_list_are_not_lost(engine, solo):
     drain(engine)
     index = engine.add(Request([1, 2], SamplingParams(max_new_tokens=2)))
     engine.generate([Request([3, 4, 5], SamplingParams(max_new_tokens=30))])
+    assert engine.generate([]) == []
     assert engine.step()[index].token_ids == solo([1, 2], 2)
     assert not engine.busy
 
@@ -218,6 +219,36 @@ def test_tokens_are_cut_at_a_stop_string_and_text_is_shown_as_it_grows():
     assert answer.finish_reason == "stop"
     assert Letters().decode(answer.token_ids).endswith(stop)
     assert sum(answer.commits) == len(answer.token_ids)
+
+
+def test_a_failing_callback_costs_nobody_a_token_and_another_may_abort(solo):
+    letters = dataclasses.replace(TARGET, text=Letters())
+    engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"]))
+    params = SamplingParams(max_new_tokens=20)
+    long = [[token] for token in range(VOCAB) if len(solo([token], 20)) == 20]
+    asked = [Request(prompt, params) for prompt in long[:2]]
+    alone = engine.generate(asked)
+
+    def fail(piece):
+        raise OSError("nobody listens")
+
+    def give_up(piece):
+        aborted.append(engine.abort(index))
+
+    aborted, found, failures = [], {}, 0
+    failing = [engine.add(asked[0], on_text=fail), engine.add(asked[1])]
+    index = engine.add(asked[0], on_text=give_up)
+    for _ in range(200):
+        try:
+            found |= engine.step()
+        except OSError:
+            failures += 1
+    assert not engine.busy
+    assert failures > 1
+    assert [found[one] for one in failing] == alone
+    assert [one.finish_reason for one in aborted] == ["abort"]
+    assert index not in found
+    assert engine.free_pages == SMALL.pages
 
 
 class Letters:
