@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.checkpoints.target import check_numbers
+from dspark_jax.checkpoints.target import check_numbers, check_positive
 from dspark_jax.models.deepseek_v4.config import Yarn
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 
@@ -63,6 +63,8 @@ def deepseek_v32_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV3
     fields: dict[str, Any] = {name: int(raw.get(name) or 0) for name in counts}
     fields |= {name: float(raw[name]) for name in floats}
     config = DeepseekV32Config(**fields, rope_theta=theta, yarn=yarn, yarn_mscale=mscale)
+    positive = [name for name in counts if name not in ("first_k_dense_replace", *_OPTIONAL)]
+    check_positive(config, positive, where)
     _check_shapes(config, where)
     _check_layers(config, raw, where)
     return config
@@ -102,8 +104,6 @@ def _check_shapes(config: DeepseekV32Config, where: Path | str) -> None:
             f"{where}: qk_rope_head_dim is {rope}; wanted an even number up to index_head_dim, "
             f"{config.index_head_dim}"
         )
-    if config.index_topk < 1:
-        raise ValueError(f"{where}: index_topk is {config.index_topk}; wanted at least 1")
     if config.n_group < 1 or config.n_routed_experts % config.n_group:
         raise ValueError(
             f"{where}: n_routed_experts {config.n_routed_experts} is not a multiple of n_group "

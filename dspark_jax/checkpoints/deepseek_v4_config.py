@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.checkpoints.target import check_numbers
+from dspark_jax.checkpoints.target import check_numbers, check_positive
 from dspark_jax.models.deepseek_v4.cache import PAGE_TOKENS
 from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config, Yarn
 
@@ -62,6 +62,7 @@ def deepseek_v4_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV4C
         compress_rope_theta=compress_theta,
         compress_yarn=yarn,
     )
+    check_positive(config, ints, where)
     _check_shapes(config, where)
     return config
 
@@ -156,6 +157,11 @@ def _check_shapes(config: DeepseekV4Config, where: Path | str) -> None:
         raise ValueError(
             f"{where}: qk_rope_head_dim is {rope}; wanted an even number up to head_dim "
             f"{config.head_dim} and index_head_dim {config.index_head_dim}"
+        )
+    if not 0 <= config.num_hash_layers <= config.num_hidden_layers:
+        raise ValueError(
+            f"{where}: num_hash_layers is {config.num_hash_layers}; wanted 0 to "
+            f"{config.num_hidden_layers}, num_hidden_layers"
         )
     if config.num_attention_heads % config.o_groups:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,20 @@ def check_numbers(raw: Mapping[str, Any], counts: Sequence[str], where: Path | s
         if value is not None and type(value) not in kinds:
             wanted = "a number" if float in kinds else "a whole number"
             raise ValueError(f"{where}: {name} is {value!r}; wanted {wanted}")
+
+
+def check_positive(config: Any, counts: Sequence[str], where: Path | str) -> None:
+    """Refuse sizes below 1 and constants that are no finite number above 0, of a config as read.
+
+    Raises:
+        ValueError: the first field of ``counts`` or field of type float out of range.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in counts and value < 1:
+            raise ValueError(f"{where}: {field.name} is {value}; wanted at least 1")
+        if field.type == "float" and not 0 < value < math.inf:
+            raise ValueError(f"{where}: {field.name} is {value}; wanted a finite number above 0")
 
 
 def rope_settings(raw: Mapping[str, Any], where: Path | str) -> tuple[float, RopeScaling | None]:

@@ -176,6 +176,7 @@ def test_a_multi_token_head_is_ignored_only_where_the_config_says_so(tmp_path):
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True, wanted False"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False, wanted True"),
         ({"index_topk": 0}, "index_topk is 0; wanted at least 1"),
+        ({"v_head_dim": 0}, "v_head_dim is 0; wanted at least 1"),
         ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32; wanted an even number up to"),
         ({"n_group": 3}, "n_routed_experts 8 is not a multiple of n_group 3"),
         ({"topk_group": 3}, "topk_group is 3; wanted 1 to n_group, 2"),

@@ -152,6 +152,14 @@ def test_transformers_spelling_of_a_config_is_read():
     [
         ({"head_dim": None, "hc_eps": None}, "config lacks head_dim, hc_eps"),
         ({"index_topk": 2.5}, r"index_topk is 2\.5; wanted a whole number"),
+        ({"sliding_window": 0}, "sliding_window is 0; wanted at least 1"),
+        ({"o_groups": 0}, "o_groups is 0; wanted at least 1"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; wanted a finite number above 0"),
+        (
+            {"compress_rope_theta": 0},
+            r"compress_rope_theta is 0\.0; wanted a finite number",
+        ),
+        ({"num_hash_layers": -1}, "num_hash_layers is -1; wanted 0 to 2, num_hidden_layers"),
         ({"swiglu_limit": "high"}, "swiglu_limit is 'high'; wanted a number"),
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2, wanted 1"),
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', wanted 'sqrtsoftplus'"),
