@@ -17,6 +17,7 @@ from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.config import Mode, StepConfig
 from dspark_jax.decode.request import SamplingParams
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig, check_fits_v4
 from dspark_jax.drafter.validate import check_fits
 from dspark_jax.schedule.cost import CostTables, load_costs, no_costs, with_calibration
 
@@ -46,6 +47,8 @@ def check_pair(target: LoadedTarget, drafter: LoadedDrafter) -> None:
     """Raise for a drafter of another target."""
     if isinstance(drafter.config, DrafterConfig):
         check_fits(drafter.config, target.config, {"stop": target.stop_token_ids})
+    elif isinstance(drafter.config, DeepseekV4DrafterConfig):
+        check_fits_v4(drafter.config, target.config, target.stop_token_ids)
     elif drafter.config.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"the drafter's vocab_size is {drafter.config.vocab_size}, "

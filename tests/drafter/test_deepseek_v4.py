@@ -16,6 +16,7 @@ from dspark_jax.checkpoints.drafter_deepseek_v4 import drafter_shapes
 from dspark_jax.checkpoints.resolve import load_target
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.session import Generator
 from dspark_jax.decode.state import make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.drafter.deepseek_v4 import dspark
@@ -263,6 +264,12 @@ def test_a_drafter_of_another_target_is_refused(target, folder):
         DrafterMismatch, match=r"num_hidden_layers 1, the target has 9; .*hidden_size 32, .* 48"
     ):
         load_drafter(folder, (other, target.weights))
+
+
+def test_a_session_with_another_target_than_it_was_loaded_for_is_refused(target, drafter):
+    other = dataclasses.replace(target.config, num_hidden_layers=9)
+    with pytest.raises(DrafterMismatch, match="num_hidden_layers 1, the target has 9"):
+        Generator(dataclasses.replace(target, config=other), drafter)
 
 
 def test_every_wrong_tensor_of_a_drafter_is_named_and_only_its_own(target, folder, tmp_path):
