@@ -33,6 +33,7 @@ class StepConfig:
         filtered: False promises that no request uses top-k or top-p.
         logprobs: None, or how many alternatives to report beside each token's logprob.
         record_confidences: keep every step's uncalibrated confidence logits, to fit STS on.
+        bound_blocks: bound what full blocks would have committed (``verify.block_accept``).
     """
 
     target: Any
@@ -49,6 +50,7 @@ class StepConfig:
     filtered: bool = True
     logprobs: int | None = None
     record_confidences: bool = False
+    bound_blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -76,6 +78,11 @@ class StepConfig:
             raise ValueError(
                 "record_confidences needs a drafter with a confidence head and a mode that drafts; "
                 f"the mode is {self.mode!r}"
+            )
+        if self.bound_blocks and not (self.adaptive and self.drafts):
+            raise ValueError(
+                f'bound_blocks is on in mode {self.mode!r}; wanted "compact" or "cap-accept": '
+                "elsewhere no block is cut"
             )
         if self.mode == "off":
             return

@@ -68,7 +68,11 @@ def admit(
     def put(old: Array, new: Any) -> Array:
         return old.at[slots].set(new, mode="drop")
 
+    blocks = state.blocks
+    if blocks is not None:
+        blocks = blocks.replace(expected=put(blocks.expected, -1))
     return state.replace(
+        blocks=blocks,
         requests=jax.tree.map(put, state.requests, requests),
         anchor=put(state.anchor, anchor),
         active=put(state.active, requests.max_new_tokens > 0),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dspark_jax.decode.config import StepConfig
+from dspark_jax.verify.block_accept import OpenBlocks, no_blocks
 
 RUNNING, STOP, LENGTH, CONTEXT = range(4)
 
@@ -67,6 +68,7 @@ class State(flax.struct.PyTreeNode):
         logprobs: None unless asked for.
         confidence_log: uncalibrated confidence logits of each step of the request, 0 past a
             walk's cap; None unless asked for.
+        blocks: cut blocks whose full acceptance is still being followed; None unless asked for.
     """
 
     cache: Any
@@ -85,6 +87,7 @@ class State(flax.struct.PyTreeNode):
     tick: Int[Array, ""]
     logprobs: Logprobs | None
     confidence_log: Float[Array, "S M G"] | None = None
+    blocks: OpenBlocks | None = None
 
     @property
     def slots(self) -> int:
@@ -185,4 +188,5 @@ def init_state(
         confidence_log=jnp.zeros((slots, max_tokens, config.depth), jnp.float32)
         if config.record_confidences
         else None,
+        blocks=no_blocks(slots, config.depth) if config.bound_blocks else None,
     )

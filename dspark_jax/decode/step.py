@@ -21,6 +21,7 @@ from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budge
 from dspark_jax.schedule.cost import CostTables
 from dspark_jax.schedule.survival import age, calibrate, running_product
 from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
+from dspark_jax.verify.block_accept import Block, Bounds, follow
 
 
 @flax.struct.dataclass
@@ -58,6 +59,7 @@ class Outcome:
             window).
         logprobs: of ``tokens``; None unless the config asks for them.
         decision: how the windows came about; None in mode "off".
+        bounds: of blocks whose full acceptance became known; None unless the config asks for it.
     """
 
     tokens: Int[Array, "S W"]
@@ -66,6 +68,7 @@ class Outcome:
     accepted: Int[Array, "S"]
     logprobs: Logprobs | None
     decision: Decision | None = None
+    bounds: Bounds | None = None
 
 
 def decode_step(
@@ -96,8 +99,12 @@ def decode_step(
             weights, state, tables, keys, valid & state.active[:, None], config
         )
         state = state.replace(confidence_log=_log_confidences(state, drafts))
+    full = None
+    if state.blocks is not None:
+        assert decision is not None, "the config has been checked for a mode that drafts"
+        full = jnp.clip(room - 1, 0, decision.depth)
     state, outcome = verify_and_commit(
-        weights, state, sampling, keys, drafts, window, room, prompts, config
+        weights, state, sampling, keys, drafts, window, room, prompts, config, full
     )
     state = state.replace(confidences=confidences, tick=state.tick + 1)
     return state, dataclasses.replace(outcome, decision=decision)
@@ -200,12 +207,27 @@ def verify_and_commit(
     room: Int[Array, "S"],
     prompts: Packed | None,
     config: StepConfig,
+    full: Int[Array, "S"] | None = None,
 ) -> tuple[State, Outcome]:
-    """Run the target over the windows in the smallest bucket that holds them, and commit."""
+    """Run the target over the windows in the smallest bucket that holds them, and commit.
+
+    ``full`` counts the drafts of a full block, for `verify.block_accept`; None follows no blocks.
+    """
 
     def run(packed: Packed, verified: Int[Array, "S"]) -> tuple[State, Outcome]:
         return _commit(
-            weights, state, sampling, keys, drafts, packed, verified, window, room, prompts, config
+            weights,
+            state,
+            sampling,
+            keys,
+            drafts,
+            packed,
+            verified,
+            window,
+            room,
+            prompts,
+            config,
+            full,
         )
 
     rows = state.anchor[:, None]
@@ -240,6 +262,7 @@ def _commit(
     room: Int[Array, "S"],
     prompts: Packed | None,
     config: StepConfig,
+    full: Int[Array, "S"] | None,
 ) -> tuple[State, Outcome]:
     """Verify one packed batch, decide what is accepted, write what is committed."""
     target = config.target.family
@@ -292,8 +315,26 @@ def _commit(
     at = jnp.where(count > 0, state.steps, state.tokens.shape[1])
     anchor = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     logprobs = _logprobs(logits, packed, tokens, config)
-    outcome = Outcome(tokens, count, window, accepted, logprobs)
+    blocks, bounds = state.blocks, None
+    if blocks is not None and drafts is not None and full is not None:
+        block = Block(
+            active=state.active,
+            step=state.steps,
+            anchor=state.cache.length,
+            tokens=tokens,
+            count=count,
+            drafts=drafts.tokens,
+            logprob=drafts.logprob,
+            window=window,
+            committed=committed,
+            full=full,
+            stopped=finish == STOP,
+            ended=finish != RUNNING,
+        )
+        blocks, bounds = follow(blocks, block, logits, packed, sampling, filtered=config.filtered)
+    outcome = Outcome(tokens, count, window, accepted, logprobs, bounds=bounds)
     state = state.replace(
+        blocks=blocks,
         cache=target.commit(config.target, cache, length),
         context=context,
         anchor=jnp.where(count > 0, anchor, state.anchor),

@@ -47,6 +47,8 @@ class EngineConfig:
         fill: verify as many drafts more as a step's compiled row count has room for.
         context_tiers: increasing row counts that attention is compiled for, beside
             ``max_context``: a step whose texts are all shorter reads no more than that.
+        bound_blocks: bound what full blocks would have committed, for the metrics; modes "compact"
+            and "cap-accept".
         steps: steps of one dispatch while no request joins or leaves.
         overlap: prepare a step while the one before runs. False waits for every step; tokens
             are the same.
@@ -71,6 +73,7 @@ class EngineConfig:
     token_tiers: tuple[int, ...] | None = None
     fill: bool = False
     context_tiers: tuple[int, ...] = ()
+    bound_blocks: bool = False
     steps: int = 8
     overlap: bool = True
 

@@ -342,6 +342,7 @@ def served_step(
         policy=config.policy,
         lag=config.lag,
         fill=config.fill,
+        bound_blocks=config.bound_blocks,
     )
     if not step.adaptive:
         return step

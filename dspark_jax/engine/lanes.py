@@ -176,7 +176,7 @@ def with_tables(state: State, table: Array | None) -> State:
 
 def _by_slot(state: State) -> dict[str, Any]:
     """Everything of a state that has one row a slot along its first axis."""
-    names = ("requests", "anchor", "active", "finish", "steps", "emitted")
+    names = ("requests", "anchor", "active", "finish", "steps", "emitted", "blocks")
     records = ("tokens", "windows", "accepted", "commits")
     rows = {name: getattr(state, name) for name in (*names, *records)}
     rows["length"] = state.cache.length

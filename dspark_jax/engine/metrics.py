@@ -84,6 +84,9 @@ class Metrics:
         judged = np.asarray(outcome.accepted[:done])
         live = count > 0
         window, judged = window * live, judged * live
+        if outcome.bounds is not None:
+            for name in ("blocks", "low", "high"):
+                self._sums[f"bounded_{name}"] += getattr(outcome.bounds, name)[:done].sum().item()
         decision = outcome.decision
         depth = np.zeros(done, np.int32) if decision is None else np.asarray(decision.depth[:done])
         taken = live.any(axis=1)  # other steps read prompts and nothing else
@@ -330,6 +333,18 @@ class Metrics:
                 "tokens",
                 "Tokens a window had everything drafted been committed; cap-accept only.",
                 block,
+            ),
+            gauge(
+                "spec_block_accept_length_low",
+                "tokens",
+                "The same, at least, as far as later rows tell; needs bound_blocks.",
+                ratio(sums["bounded_low"], sums["bounded_blocks"]),
+            ),
+            gauge(
+                "spec_block_accept_length_high",
+                "tokens",
+                "The same, at most.",
+                ratio(sums["bounded_high"], sums["bounded_blocks"]),
             ),
             counter(
                 "spec_cap_trim_tokens",

@@ -42,7 +42,7 @@ def requests(count, longest=30):
 @pytest.fixture(scope="module")
 def engine(make_engine):
     """In cap-accept everything is verified, so windows and what they cut are both known."""
-    engine = make_engine(mode="cap-accept", cost_table=costs())
+    engine = make_engine(mode="cap-accept", cost_table=costs(), bound_blocks=True)
     engine.warmup()
     return engine
 
@@ -77,6 +77,13 @@ def test_lengths_are_means_over_steps(served):
     trimmed = sum(sum(one.cap_trim) for one in answers)
     assert found["spec_accept_length"] == pytest.approx(tokens / steps)
     assert found["spec_block_accept_length"] == pytest.approx((tokens + trimmed) / steps)
+
+
+def test_bounds_on_full_blocks_stand_between_what_was_committed_and_what_was_verified(served):
+    _, found = served
+    low, high = (found[f"spec_block_accept_length_{name}"] for name in ("low", "high"))
+    assert found["spec_accept_length"] < low <= found["spec_block_accept_length"]
+    assert low <= high <= BLOCK + 1
 
 
 def test_acceptance_by_position_is_that_of_the_answers(served):
