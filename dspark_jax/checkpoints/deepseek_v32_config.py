@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dspark_jax.checkpoints.deepseek_v4_config import check_yarn
 from dspark_jax.checkpoints.target import check_numbers, check_positive
 from dspark_jax.models.deepseek_v4.config import Yarn
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
@@ -86,6 +87,7 @@ def _rope(raw: Mapping[str, Any], where: Path | str) -> tuple[float, Yarn | None
     missing = [name for name in names if type(spelled.get(name)) not in (int, float)]
     if missing:
         raise ValueError(f"{where}: yarn rope scaling lacks {', '.join(missing)}")
+    check_yarn(spelled, where)
     mscale = spelled["mscale_all_dim"]
     if spelled["mscale"] != mscale:
         raise ValueError(

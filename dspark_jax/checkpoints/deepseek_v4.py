@@ -151,6 +151,7 @@ class Tensors:
             raise ValueError(
                 f"dtype {self.dtype.name} is not supported; supported: {', '.join(DTYPES)}"
             )
+        self._where = where
         self._source = _renamed(source, where)
         found = {name: shape for name, shape in self._source.shapes.items() if not ignored(name)}
         check_tensors(found, stored_shapes(wanted, self._source.dtypes), where)
@@ -165,9 +166,17 @@ class Tensors:
         """A tensor in fp32, whatever the dtype of the rest."""
         return jnp.asarray(self._plain(name).astype(np.float32))
 
-    def table(self, name: str) -> jax.Array:
-        """A table of whole numbers."""
-        return jnp.asarray(self._plain(name).astype(np.int32))
+    def table(self, name: str, limit: int) -> jax.Array:
+        """A table of whole numbers from 0 to ``limit - 1``.
+
+        Raises:
+            ValueError: it holds another number.
+        """
+        numbers = self._plain(name)
+        wrong = numbers[(numbers < 0) | (numbers >= limit)]
+        if wrong.size:
+            raise ValueError(f"{self._where}: {name} holds {wrong[0]}; wanted 0 to {limit - 1}")
+        return jnp.asarray(numbers.astype(np.int32))
 
     def experts(self, prefix: str, count: int) -> Experts:
         """All routed experts of a layer, each array filled expert by expert."""
@@ -297,7 +306,9 @@ def _moe(config: DeepseekV4Config, tensors: Tensors, prefix: str, hashed: bool) 
     return Moe(
         router=tensors.exact(f"{prefix}gate.weight"),
         bias=None if hashed else tensors.exact(f"{prefix}gate.bias"),
-        expert_of_token=tensors.table(f"{prefix}gate.tid2eid") if hashed else None,
+        expert_of_token=tensors.table(f"{prefix}gate.tid2eid", config.n_routed_experts)
+        if hashed
+        else None,
         experts=tensors.experts(f"{prefix}experts.", config.n_routed_experts),
         shared_gate_up=tensors.matrix(f"{prefix}shared_experts.w1", f"{prefix}shared_experts.w3"),
         shared_down=tensors.matrix(f"{prefix}shared_experts.w2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,23 @@ def _rope(raw: Mapping[str, Any], where: Path | str) -> tuple[float, float, Yarn
     missing = [name for name in names if type(scaling.get(name)) not in (int, float)]
     if missing:
         raise ValueError(f"{where}: yarn rope scaling lacks {', '.join(missing)}")
+    check_yarn(scaling, where)
     return float(theta), float(compress_theta), Yarn(**{name: scaling[name] for name in names})
+
+
+def check_yarn(scaling: Mapping[str, Any], where: Path | str) -> None:
+    """Refuse numbers of YaRN that no frequency follows from.
+
+    Raises:
+        ValueError: the first field that is not above 0.
+    """
+    for field in dataclasses.fields(Yarn):
+        value = scaling[field.name]
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"{where}: {field.name} of yarn rope scaling is {value}; wanted a finite number "
+                "above 0"
+            )
 
 
 def _check_shapes(config: DeepseekV4Config, where: Path | str) -> None:

@@ -190,6 +190,10 @@ def test_a_multi_token_head_is_ignored_only_where_the_config_says_so(tmp_path):
             "yarn rope scaling lacks original_max_position_embeddings, beta_fast, beta_slow",
         ),
         (
+            {"rope_parameters": {**YARN, "rope_theta": 1.0, "beta_fast": -1}},
+            "beta_fast of yarn rope scaling is -1; wanted a finite number above 0",
+        ),
+        (
             {"rope_parameters": {**YARN, "rope_theta": 1.0, "mscale": 0.7}},
             r"mscale is 0\.7 and mscale_all_dim 1\.0; wanted equal",
         ),

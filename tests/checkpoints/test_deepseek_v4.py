@@ -173,6 +173,10 @@ def test_transformers_spelling_of_a_config_is_read():
         ({"compress_rope_theta": None}, "compress_rope_theta is None; wanted a number"),
         ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' .*supported: default, yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "lacks original_max_position_embeddings"),
+        (
+            {"rope_scaling": DEEPSEEK["rope_scaling"] | {"factor": 0}},
+            "factor of yarn rope scaling is 0; wanted a finite number above 0",
+        ),
         ({"qk_rope_head_dim": 10}, "qk_rope_head_dim is 10; wanted an even number up to .* 8"),
         ({"o_groups": 3}, "num_attention_heads 4 is not a multiple of o_groups 3"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, n_routed_experts is 4"),
@@ -292,6 +296,14 @@ def test_every_wrong_tensor_is_named_in_one_error(quantized, tmp_path):
 def test_a_dtype_that_a_tensor_must_not_have_is_named(quantized, tmp_path, name, value, fault):
     with pytest.raises(ValueError, match=fault):
         load_target(write(tmp_path, quantized | {name: value}), "float32")
+
+
+def test_a_table_that_names_an_expert_that_is_none_is_refused(plain, tmp_path):
+    name = "layers.0.ffn.gate.tid2eid"
+    table = plain[name].copy()
+    table[5, 1] = CONFIG.n_routed_experts
+    with pytest.raises(ValueError, match="tid2eid holds 4; wanted 0 to 3"):
+        load_target(write(tmp_path, plain | {name: table}), "float32")
 
 
 def test_a_tensor_under_two_names_is_refused(plain, tmp_path):
