@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -126,8 +127,6 @@ def _by_load(axes: Axes, users: Sequence[int]) -> None:
 
 
 def _shades(count: int) -> list[Any]:
-    import matplotlib
-
     return [matplotlib.colormaps[FIXED](share) for share in np.linspace(0.1, 0.9, count)]
 
 
