@@ -29,7 +29,7 @@ def temporary_bytes(function, *shapes):
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("width", [48, 64, 128, 160, 576, 1536, 11008])
+@pytest.mark.parametrize("width", [20, 48, 64, 128, 600, 576, 1536, 11008])
 @pytest.mark.parametrize("rows", [1, MOST_ROWS])
 def test_rows_are_accumulated_in_fp32_at_any_width(width, rows):
     x, weight = operands(width, rows)
@@ -49,9 +49,10 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others():
 
 
 def test_wide_rows_take_more_lanes_and_narrow_or_odd_ones_none():
-    assert lanes_of(576) == lanes_of(1536) == 32
+    assert lanes_of(64) == lanes_of(576) == 16
+    assert lanes_of(1536) == 32
     assert lanes_of(11008) == 256
-    assert lanes_of(64) is lanes_of(600) is None
+    assert lanes_of(48) is lanes_of(600) is None
 
 
 def test_the_weights_are_not_widened_in_memory():
