@@ -22,6 +22,8 @@ from dspark_jax.schedule.cost import CostTables
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STEP_SECONDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
+MOST_BLOCKS = 1024
+"""Blocks of a dispatch that calibration is judged by; of more, every second and so on."""
 BUDGETS = (0, *(2**power for power in range(14)))
 
 
@@ -112,14 +114,7 @@ class Metrics:
             ("skips", ((depth == 0) & taken).sum() if self._config.drafts else 0),
         ):
             self._sums[name] += int(value)
-        position = np.arange(1, self._config.depth + 1)
-        asked, got = proposed[..., None], accepted[..., None]
-        for name, happened in (
-            ("verified", asked >= position),
-            ("reached", (asked >= position) & (got >= position - 1)),
-            ("accepted", got >= position),
-        ):
-            self._by_position[name] += happened.sum(axis=(0, 1))
+        self._count_positions(proposed[live], accepted[live])
         self._windows.add(window[live])
         if decision is not None:
             self._budgets.add(decision.budget[:done][taken])
@@ -150,19 +145,37 @@ class Metrics:
                 self._first.add(service.first_token_seconds)
         return service
 
+    def _count_positions(self, proposed: np.ndarray, accepted: np.ndarray) -> None:
+        """Drafts by position, from how often each pair of counts occurred."""
+        width = self._config.width
+        pairs = np.bincount(proposed * width + accepted, minlength=width * width)
+        pairs = pairs.reshape(width, width)
+        for position in range(1, width):
+            asked = pairs[position:]
+            for name, part in (
+                ("verified", asked),
+                ("reached", asked[:, position - 1 :]),
+                ("accepted", asked[:, position:]),
+            ):
+                self._by_position[name][position - 1] += part.sum()
+
     def _believe(self, flight: Flight, confidence: Any, proposed: Any, accepted: Any) -> None:
         """Compare survivals with what happened."""
-        certain = np.nan_to_num(np.asarray(confidence, np.float64), nan=0.0)
-        survival = np.cumprod(certain, axis=-1)
-        position = np.arange(1, survival.shape[-1] + 1)
-        expected = np.where(position <= proposed[..., None], survival, 0.0).sum(axis=-1)
-        self._sums["expected"] += float(expected.sum())
+        survival = np.array(confidence, np.float32)
+        survival[np.isnan(survival)] = 0.0
+        expected = np.zeros(proposed.shape, np.float32)
+        for column in range(survival.shape[-1]):
+            if column:
+                survival[..., column] *= survival[..., column - 1]
+            expected += np.where(column < proposed, survival[..., column], 0.0)
+        self._sums["expected"] += float(expected.sum(dtype=np.float64))
         by_lane = expected.sum(axis=0).tolist()
         for sequence, lane in flight.lanes:
             if sequence.stage is not Stage.DONE:
                 sequence.expected = (sequence.expected or 0.0) + by_lane[lane]
         flat = (survival.reshape(-1, survival.shape[-1]), proposed.ravel(), accepted.ravel())
-        self._calibration.observe(*flat, steps=len(survival))
+        stride = -(-len(flat[0]) // MOST_BLOCKS)
+        self._calibration.observe(*(part[::stride] for part in flat), steps=len(survival))
 
     def _time(
         self, flight: Flight, seconds: float, count: Any, window: Any, depth: np.ndarray
@@ -172,8 +185,9 @@ class Metrics:
         width, batch = self._config.width, flight.batch
         tables = self._costs()[batch, flight.pieces]
         start = np.zeros(live.shape[1], np.int64)
-        for sequence, lane in flight.lanes:
-            start[lane] = sequence.rows
+        if len(tables.contexts) > 1:
+            for sequence, lane in flight.lanes:
+                start[lane] = sequence.rows
         lengths = start + np.cumsum(count, axis=0) - count
         contexts = (lengths * live).sum(axis=1)
         buckets = self._stepping(self._config, batch).buckets or (batch * width,)
