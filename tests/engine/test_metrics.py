@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.engine.figures import Figure, Histogram, as_json
+from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.prometheus import FigureCollector, exposition
+from dspark_jax.engine.sequence import Stage
 from dspark_jax.schedule.cost import no_costs
 from tests.engine.small import BLOCK, SMALL, STOP, VOCAB
 
@@ -169,6 +172,55 @@ def test_a_step_that_reads_a_prompt_alone_skips_nothing(engine):
     assert found["steps_total"] > found["spec_verify_calls_total"] == 1
     assert found["draft_skips_total"] <= 1
     assert sum(found["verify_bucket_steps_total"].values()) == 1
+
+
+def test_a_compact_step_is_priced_by_its_bucket_and_context():
+    """Two steps of two requests, of which one ends at an accepted stop with a draft behind it."""
+    plain = no_costs(4, BLOCK)
+    verify = jnp.stack([jnp.arange(13.0), 10 + jnp.arange(13.0)])
+    draft = jnp.ones((2, 5))
+    tables = plain.replace(
+        verify=verify, draft=draft, contexts=jnp.asarray([0.0, 100.0]), known=jnp.asarray(True)
+    )
+    step = SimpleNamespace(depth=2, width=3, mode="compact", drafts=True, buckets=(4, 6, 12))
+    scheduler = SimpleNamespace(
+        preemptions=0,
+        sought_rows=0,
+        reused_rows=0,
+        waiting=[],
+        running=[],
+        store=SimpleNamespace(count=1, free=1, cached=0),
+    )
+    clock = iter([7.0]).__next__
+    metrics = Metrics(step, lambda step, _: step, lambda: {(4, 0): tables}, scheduler, clock)
+    outcome = SimpleNamespace(
+        count=np.array([[2, 1, 0, 0], [3, 0, 0, 0]]),
+        window=np.array([[1, 2, 0, 0], [2, 0, 0, 0]]),
+        accepted=np.array([[1, 2, 0, 0], [2, 0, 0, 0]]),
+        bounds=None,
+        decision=SimpleNamespace(
+            budget=np.array([3, 2]),
+            depth=np.array([2, 0]),
+            confidence=np.array([[[0.5, 0.5], [0.5, np.nan]] + [[1, 1]] * 2] * 2, np.float32),
+        ),
+    )
+    lanes = [
+        (SimpleNamespace(rows=rows, stage=Stage.DECODING, expected=None), lane)
+        for lane, rows in enumerate((20, 30))
+    ]
+    flight = SimpleNamespace(sent=1.0, batch=4, pieces=0, lanes=lanes)
+    metrics.read(flight, SimpleNamespace(done=np.int32(2), outcome=outcome))
+    found = as_json(metrics.figures())
+    # 5 rows in a bucket of 6 at 50 cache rows, with drafts; then 3 rows in 4 at 22, without
+    assert found["verify_bucket_steps_total"] == {"6": 1, "4": 1}
+    assert found["verify_bucket_fill"] == pytest.approx(8 / 10)
+    assert found["step_time_predicted_seconds_total"] == pytest.approx(5 + 5 + 1 + 3 + 2.2)
+    assert found["step_time_measured_seconds_total"] == pytest.approx(6.0)
+    assert found["spec_decode_num_draft_tokens_total"] == 1 + 1 + 2
+    assert found["spec_decode_num_accepted_tokens_total"] == 4
+    assert found["spec_decode_num_expected_tokens_total"] == pytest.approx(0.5 + 0.5 + 0.75)
+    assert lanes[0][0].expected == pytest.approx(1.25)
+    assert found["draft_skips_total"] == 1
 
 
 def test_measuring_reads_nothing_that_was_not_copied_back(engine):
