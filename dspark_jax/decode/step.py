@@ -174,8 +174,8 @@ def _draft_and_allocate(
     budget = plan.budget
     if config.fill:
         buckets = jnp.asarray(config.buckets or (state.slots * config.width,))
-        tier = jnp.searchsorted(buckets, load.base_tokens + budget)
-        budget = buckets[tier] - load.base_tokens
+        bucket = jnp.searchsorted(buckets, load.base_tokens + budget)
+        budget = buckets[bucket] - load.base_tokens
     if config.policy == "causal":
         budget = causal_budget(current, usable, load, tables).budget
     elif config.policy == "fresh":

@@ -12,6 +12,7 @@ from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.layers import linear, rms_norm, rope_phases
 from dspark_jax.models.pages import PagePool, place
 from dspark_jax.models.ragged import Mixed, Packed
+from dspark_jax.models.taps import check_taps
 from dspark_jax.models.weights import DenseCache, DenseWeights
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import rope_write
@@ -65,12 +66,7 @@ def forward(
     Raises:
         ValueError: a tap outside -1..L-1.
     """
-    for tap in taps:
-        if not -1 <= tap < config.num_hidden_layers:
-            raise ValueError(
-                f"tap {tap} is no layer of this model: wanted -1 (embedding) to "
-                f"{config.num_hidden_layers - 1}"
-            )
+    check_taps(taps, config.num_hidden_layers)
     slot_count = cache.length.shape[0]
     slot = packed.slot_of_row(slot_count)
     page, offset = place(cache.table, slot, packed.position, cache.keys[0].shape[2])

@@ -251,8 +251,8 @@ class WatchedDrafter(markov.MarkovDrafterConfig):
         return types.SimpleNamespace(**{**vars(markov), "base_logits": base_logits})
 
 
-def executed(confidence, mode="compact", steps=6, buckets=(4, 8, 20), **changes):
-    """Sizes run at each of some steps, all drafts being right, at one confidence everywhere."""
+def watched(confidence, mode="compact", buckets=(4, 8, 20), **changes):
+    """Four requests whose drafts are all right, at one confidence everywhere."""
     config = StepConfig(
         WatchedTarget(8),
         WatchedDrafter(8, 4),
@@ -272,6 +272,12 @@ def executed(confidence, mode="compact", steps=6, buckets=(4, 8, 20), **changes)
     requests = make_requests(4, max_new_tokens=64, context=64)
     state = loop.admit(state, jnp.arange(4), jnp.arange(4), requests)
     tables = priced(4, 4, per_token=0.1, drafting=0.05)
+    return weights, state, tables, config
+
+
+def executed(confidence, steps=6, **changes):
+    """Sizes run at each of some steps of ``watched``, and the state after them."""
+    weights, state, tables, config = watched(confidence, **changes)
     EXECUTED.clear()
     state = run_steps(weights, state, tables, steps, config=config)
     jax.effects_barrier()
@@ -302,6 +308,18 @@ def test_padding_is_filled_with_drafts_that_were_walked_on_request():
     rows = 4 + np.asarray(state.windows[:, :6]).sum(axis=0)
     assert rows.tolist() == list(map(min, sizes["verify"], walked))
     assert 10 in rows, "the budget alone is 4 drafts, 8 rows"
+
+
+def test_a_step_that_fills_its_padding_reports_the_depth_that_was_walked():
+    weights, state, tables, config = watched(-0.5, buckets=(4, 10, 20), fill=True)
+    EXECUTED.clear()
+    told = []
+    for _ in range(4):
+        state, outcome = step(weights, state, tables, config=config)
+        told.append(int(outcome.decision.depth))
+    jax.effects_barrier()
+    assert told == [size for name, size in EXECUTED if name == "draft"]
+    assert set(told) == {2, 4}
 
 
 @pytest.mark.parametrize("change", [{"policy": "causal"}, {"threshold": 0.5}, {"mode": "static"}])

@@ -22,6 +22,7 @@ from dspark_jax.models.deepseek_v32.places import Places, find_places
 from dspark_jax.models.deepseek_v32.weights import DeepseekV32Weights, Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.ragged import Mixed, Packed
+from dspark_jax.models.taps import check_taps
 
 __all__ = [
     "commit",
@@ -82,12 +83,7 @@ def forward_with_margins(
     Raises:
         ValueError: a tap outside -1..L-1.
     """
-    for tap in taps:
-        if not -1 <= tap < config.num_hidden_layers:
-            raise ValueError(
-                f"tap {tap} is no layer of this model: wanted -1 (embedding) to "
-                f"{config.num_hidden_layers - 1}"
-            )
+    check_taps(taps, config.num_hidden_layers)
     places = find_places(cache, packed)
     phases = position_phases(config, packed.position)
     hidden = jnp.take(weights.embed, packed.tokens, axis=0)

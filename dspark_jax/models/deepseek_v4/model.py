@@ -15,6 +15,7 @@ from dspark_jax.models.deepseek_v4.plan import Plan, make_plan
 from dspark_jax.models.deepseek_v4.weights import DeepseekV4Weights, Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.ragged import Packed
+from dspark_jax.models.taps import check_taps
 
 __all__ = ["commit", "forward", "init_cache", "input_embedding", "output_embedding", "unembed"]
 
@@ -43,12 +44,7 @@ def forward(
     Raises:
         ValueError: a tap outside -1..L-1.
     """
-    for tap in taps:
-        if not -1 <= tap < config.num_hidden_layers:
-            raise ValueError(
-                f"tap {tap} is no layer of this model: wanted -1 (embedding) to "
-                f"{config.num_hidden_layers - 1}"
-            )
+    check_taps(taps, config.num_hidden_layers)
     plan = make_plan(config, cache, locate_rows(packed, cache.length.shape[0]))
     hidden = jnp.take(weights.embed, packed.tokens, axis=0)
     outputs = {-1: hidden} if -1 in taps else {}
