@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dspark_jax.json_file import read_object
-from dspark_jax.schedule.cost import CostTables
+from dspark_jax.schedule.cost import TierCosts
 
 ADAPTIVE = "#d1603d"
 FIXED = "viridis"
@@ -39,15 +38,25 @@ def draw_all(
     return written
 
 
-def draw_costs(folder: Path, tables: CostTables, path: Path, title: str) -> Path:
-    """Draw the curve that decides budgets, and the timings behind it where the file has them.
+def draw_costs(
+    path: Path, tiers: Sequence[TierCosts], samples: Sequence[dict[str, Any]], title: str
+) -> Path:
+    """Draw the curves that decide budgets, a panel a tier, and the timings behind them.
 
     Args:
-        tables: as the engine of the bench reads them.
-        path: the file of the cost table.
+        path: of the picture.
+        samples: as a cost table lists them; none where it does not.
     """
-    samples = read_object(path).get("samples", [])
-    return _save(folder / "cost_curve.png", title, lambda axes: _costs(axes, tables, samples))
+    figure = Figure(figsize=(2.0 + 4.4 * len(tiers), 4.4), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=9)
+    panels = figure.subplots(1, len(tiers), squeeze=False)[0]
+    for axes, tier in zip(panels, tiers, strict=True):
+        own = [one for one in samples if one.get("requests") in (None, tier.requests)]
+        axes.grid(alpha=0.3)
+        _costs(axes, tier, own)
+    figure.savefig(path)
+    return path
 
 
 def _policy(axes: Axes, arms: Sequence[dict[str, Any]], block_size: int) -> None:
@@ -72,21 +81,30 @@ def _policy(axes: Axes, arms: Sequence[dict[str, Any]], block_size: int) -> None
     axes.legend(fontsize=8)
 
 
-def _costs(axes: Axes, tables: CostTables, samples: Sequence[dict[str, Any]]) -> None:
-    """Milliseconds of a verification against its rows, a colour a context."""
-    contexts = np.asarray(tables.contexts)
-    shades = _shades(len(contexts))
-    verify = 1e3 * np.asarray(tables.verify)
-    for context, curve, shade in zip(contexts, verify, shades, strict=True):
-        rows = np.arange(1, len(curve))
-        axes.step(rows, curve[1:], where="mid", color=shade, label=f"{context:.0f} cache rows")
+def _costs(axes: Axes, tier: TierCosts, samples: Sequence[dict[str, Any]]) -> None:
+    """Milliseconds of a verification against its rows, a colour a context; dotted: of drafting."""
+    contexts = tier.contexts
+    rows = np.arange(1, int(tier.verify.sizes[-1]) + 1)
+    verify = 1e3 * tier.verify.at(rows)
+    draft = 1e3 * tier.draft.at(tier.draft.sizes[-1:])[:, 0]
+    for context, curve, level, shade in zip(
+        contexts, verify, draft, _shades(len(contexts)), strict=True
+    ):
+        axes.plot(rows, curve, color=shade, label=f"{context:.0f} cache rows")
+        axes.axhline(level, color=shade, linestyle=":", linewidth=1)
         for sample in samples:
             if sample["kind"] == "verify" and sample["rows"] == context:
                 seconds = 1e3 * np.asarray(sample["seconds"])
                 sizes = np.full(len(seconds), sample["size"])
                 axes.plot(sizes, seconds, linestyle="", marker=".", color=shade, alpha=0.5)
-    axes.set_xlabel("rows verified in a step")
-    axes.set_ylabel("ms")
+    largest = min(tier.verify.largest_bucket, rows[-1])
+    axes.axvline(largest, color="0.7", linestyle="--", linewidth=1)
+    axes.set_title(
+        "any number of requests" if tier.requests is None else f"up to {tier.requests} requests",
+        fontsize=9,
+    )
+    axes.set_xlabel("rows verified in a step (dashed: largest bucket)")
+    axes.set_ylabel("ms (dotted: drafting)")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
 

@@ -19,9 +19,9 @@ from dspark_jax.bench.summary import mixed_traffic
 from dspark_jax.checkpoints import drafter as drafters
 from dspark_jax.checkpoints import resolve
 from dspark_jax.decode.request import SamplingParams
-from dspark_jax.decode.setup import context_limit, tables_for
+from dspark_jax.decode.setup import context_limit, tiers_for
 from dspark_jax.engine.config import EngineConfig
-from dspark_jax.engine.engine import served_step
+from dspark_jax.json_file import read_object
 from dspark_jax.text.prompt_file import read_prompts
 from dspark_jax.text.text import Text
 
@@ -159,11 +159,9 @@ def bench(
         title = f"{loaded.name}, {record.facts['device']}, {dtype}, temperature {temperature:g}"
         written = plots.draw_all(figures, record.arms, pair.config.block_size, title)
         if cost_table is not None and any(arm in ADAPTIVE for arm in chosen):
-            step = base.stepping(served_step(loaded, pair, base), base.max_requests)
-            tables = tables_for(
-                loaded, pair, step, cost_table, calibration, batch=base.max_requests
-            )
-            written.append(plots.draw_costs(figures, tables, cost_table, title))
+            tiers = tiers_for(loaded, pair, cost_table, batch=base.max_requests)
+            samples = read_object(cost_table).get("samples", [])
+            written.append(plots.draw_costs(figures / "cost_curve.png", tiers, samples, title))
         for path in written:
             print(f"figure written to {path}")
     return 1 if record.failed else 0

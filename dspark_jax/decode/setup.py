@@ -19,7 +19,14 @@ from dspark_jax.decode.request import SamplingParams
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig, check_fits_v4
 from dspark_jax.drafter.validate import check_fits
-from dspark_jax.schedule.cost import CostTables, load_costs, no_costs, with_calibration
+from dspark_jax.schedule.cost import (
+    CostTables,
+    TierCosts,
+    load_costs,
+    no_costs,
+    read_tiers,
+    with_calibration,
+)
 
 DEFAULT_CONTEXT = 2048
 
@@ -135,14 +142,33 @@ def tables_for(
             block_size=block_size,
             buckets=config.buckets or None,
             prompt_rows=prompt_rows,
-            device=jax.devices()[0].device_kind,
-            model=target.name,
-            dtype=np.dtype(cache_dtype(target)).name,
+            **_measured_for(target),
         )
     loaded = resolve_calibration(calibration, drafter)
     if isinstance(loaded, Calibration):
         tables = with_calibration(tables, loaded)
     return dataclasses.replace(tables, temperatures=tables.temperatures[:, : config.depth])
+
+
+def tiers_for(
+    target: LoadedTarget, drafter: LoadedDrafter, cost_table: str | Path, *, batch: int
+) -> tuple[TierCosts, ...]:
+    """The tiers of a cost table of this pair; ``batch`` as ``slots`` of `read_tiers`.
+
+    Raises:
+        ValueError: a table of something else.
+    """
+    block_size = drafter.config.block_size
+    return read_tiers(cost_table, slots=batch, block_size=block_size, **_measured_for(target))
+
+
+def _measured_for(target: LoadedTarget) -> dict[str, str]:
+    """What a cost table must have been measured for."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "model": target.name,
+        "dtype": np.dtype(cache_dtype(target)).name,
+    }
 
 
 def variant(config: StepConfig, params: Sequence[SamplingParams]) -> StepConfig:

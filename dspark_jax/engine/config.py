@@ -157,6 +157,11 @@ class EngineConfig:
         return pieces
 
 
+def piece_tiers(most: int) -> tuple[int, ...]:
+    """Pieces of prompts that a step is compiled for, which may carry ``most``."""
+    return tuple(sorted({1, most}))
+
+
 def _increasing(values: tuple[int, ...]) -> bool:
     pairs = itertools.pairwise(values)
     return bool(values) and values[0] >= 1 and all(a < b for a, b in pairs)

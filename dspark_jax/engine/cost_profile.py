@@ -1,15 +1,14 @@
 """Times the steps an engine takes on this machine, and writes them as a cost table.
 
-Verification and drafting are timed apart, in loops on the device as they run while serving, in
-every bucket and over a grid of contexts. Caches hold synthetic rows: time does not depend on what
-they say.
+Verification and drafting are timed apart, in loops on the device as they run while serving: for
+every batch tier in each of its buckets, in full windows beside pieces of prompts, and over a grid
+of contexts. Caches hold synthetic rows: time does not depend on what they say.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
+from rich.progress import Progress
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
@@ -32,9 +31,10 @@ from dspark_jax.decode.setup import cache_dtype, context_limit
 from dspark_jax.decode.state import RUNNING, State
 from dspark_jax.decode.step import Weights, verify_and_commit
 from dspark_jax.engine import lanes
-from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.config import EngineConfig, piece_tiers
 from dspark_jax.engine.engine import served_step
 from dspark_jax.models.pages import PagePool, contiguous
+from dspark_jax.models.ragged import rectangle
 from dspark_jax.verify.accept import Sampling
 
 REPEATS = 5
@@ -47,20 +47,36 @@ SHARES = (0.125, 0.5, 1.0)
 """Contexts measured: shares of the longest that every request can have."""
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("config", "pieces"), donate_argnums=1)
 def _verify(
-    weights: Weights, state: State, window: Any, steps: Any, *, config: StepConfig
+    weights: Weights,
+    state: State,
+    window: Any,
+    steps: Any,
+    *,
+    config: StepConfig,
+    pieces: tuple[int, int],
 ) -> State:
-    """``steps`` verifications of the same windows at the same lengths."""
+    """``steps`` verifications of the same windows at the same lengths.
+
+    ``pieces`` counts pieces of prompts and the rows of one; they are read at the texts' ends.
+    """
     sampling = Sampling(state.requests.temperature, state.requests.top_k, state.requests.top_p)
     room = jnp.full((state.slots,), config.width + 1, jnp.int32)
     length = state.cache.length
+    prompts = None
+    if pieces[0]:
+        lane = jnp.arange(pieces[0], dtype=jnp.int32) % state.slots
+        start = jnp.maximum(length[lane] - pieces[1], 0)
+        prompts = rectangle(
+            jnp.zeros(pieces, jnp.int32), start, jnp.full(pieces[:1], pieces[1], jnp.int32), lane
+        )
 
     def one(_: Any, state: State) -> State:
         keys = noise.step_keys(state.requests.seed, state.steps) if config.sampled else None
         drafts = no_drafts(config, state.slots)
         after, _ = verify_and_commit(
-            weights, state, sampling, keys, drafts, window, room, None, config
+            weights, state, sampling, keys, drafts, window, room, prompts, config
         )
         return after.replace(
             cache=after.cache.replace(length=length),
@@ -93,8 +109,6 @@ def profile(
 ) -> dict[str, Any]:
     """Measure a cost table (``schedule.cost``) for engines of this configuration.
 
-    A token count that several batch tiers have a bucket for is timed with the most requests.
-
     Args:
         config: mode "compact"; its tiers, context and page size are those that are timed.
         temperature: above 0, drafts and verification draw, which costs time of its own.
@@ -109,65 +123,71 @@ def profile(
     if step.mode != "compact":
         raise ValueError(f'mode is {step.mode!r}; wanted "compact": costs decide its windows')
     context = context_limit(target.config, config.max_context)
-    weights = Weights(target.weights, drafter.weights)
     longest = context - step.width
-    rows = sorted({max(1, int(longest * share)) * config.max_requests for share in SHARES})
-    sizes = requests_by_size(step, config)
+    prompts = piece_tiers(config.pieces(step.width))
+    weights = Weights(target.weights, drafter.weights)
     samples: list[dict[str, Any]] = []
 
-    def timed(kind: str, size: int, batch: int, total: int) -> float:
+    def timed(kind: str, batch: int, total: int, bucket: int = 0, pieces: int = 0) -> float:
+        """Median seconds at ``total`` live rows: of drafts, or of a bucket beside prompts."""
         state = _occupied(target, step, config, context, batch, total, temperature)
-        changed = {"sampled": temperature > 0, "filtered": False, "buckets": (size,)}
-        arm = dataclasses.replace(step, **changed)
+        arm = dataclasses.replace(step, sampled=temperature > 0, filtered=False, buckets=(bucket,))
+        run, size = functools.partial(_draft, config=arm), batch
         if kind == "verify":
-            window = jnp.asarray([len(part) - 1 for part in np.array_split(range(size), batch)])
-            run = functools.partial(_verify, window=window.astype(jnp.int32), config=arm)
-        else:
-            run = functools.partial(_draft, config=arm)
+            window = jnp.asarray([len(part) - 1 for part in np.array_split(range(bucket), batch)])
+            size = bucket + pieces * config.prompt_width
+            run = functools.partial(
+                _verify,
+                window=window.astype(jnp.int32),
+                config=arm,
+                pieces=(pieces, config.prompt_width),
+            )
         seconds = _seconds_a_step(lambda state, n: run(weights, state, steps=n), state)
-        samples.append({"kind": kind, "size": size, "rows": total, "seconds": seconds})
+        samples.append(
+            {"kind": kind, "requests": batch, "size": size, "rows": total, "seconds": seconds}
+        )
         return statistics.median(seconds)
 
-    verified = [(size, sizes[size]) for size in sorted(sizes)]
-    drafted = [(batch, batch) for batch in config.batches()]
-    grid = list(itertools.product((("verify", verified), ("draft", drafted)), rows))
-    jobs = [(kind, size, batch, total) for (kind, each), total in grid for size, batch in each]
-    found = {
-        (kind, size, total): timed(kind, size, batch, total)
-        for kind, size, batch, total in track(jobs, "timing", disable=not progress)
-    }
+    plans = []
+    for batch in config.batches():
+        buckets = config.stepping(step, batch).buckets
+        sizes = [(bucket, 0) for bucket in buckets]
+        sizes += [(buckets[-1], pieces) for pieces in prompts]
+        shares = sorted({max(1, int(longest * share)) for share in SHARES})
+        plans.append((batch, sizes, [batch * rows for rows in shares]))
+    count = sum((len(sizes) + 1) * len(contexts) for _, sizes, contexts in plans)
+    tiers = []
+    with Progress(disable=not progress) as bar:
+        task = bar.add_task("timing", total=count)
 
-    def table(kind: str, each: list[tuple[int, int]]) -> list[list[float]]:
-        return [[found[kind, size, total] for total in rows] for size, _ in each]
+        def by_context(kind: str, batch: int, contexts: list[int], *size: int) -> list[float]:
+            found = [timed(kind, batch, total, *size) for total in contexts]
+            bar.advance(task, len(contexts))
+            return found
 
+        for batch, sizes, contexts in plans:
+            rows = [bucket + pieces * config.prompt_width for bucket, pieces in sizes]
+            verify = [by_context("verify", batch, contexts, *size) for size in sizes]
+            tiers.append(
+                {
+                    "requests": batch,
+                    "contexts": contexts,
+                    "largest_bucket": batch * step.width,
+                    "verify": {"tokens": rows, "seconds": verify},
+                    "draft": by_context("draft", batch, contexts),
+                }
+            )
     return {
         "device": jax.devices()[0].device_kind,
         "model": target.name,
         "dtype": np.dtype(cache_dtype(target)).name,
         "block_size": drafter.config.block_size,
-        "contexts": rows,
-        "verify": {
-            "tokens": [size for size, _ in verified],
-            "seconds": table("verify", verified),
-        },
-        "draft": {
-            "requests": [size for size, _ in drafted],
-            "seconds": table("draft", drafted),
-        },
-        "largest_bucket": verified[-1][0],
+        "tiers": tiers,
         "drafter": drafter.name,
         "temperature": temperature,
         "jax": jax.__version__,
         "samples": samples,
     }
-
-
-def requests_by_size(step: StepConfig, config: EngineConfig) -> dict[int, int]:
-    """Every row count that an engine compiles, and the most requests that it is compiled for."""
-    sizes: dict[int, int] = {}
-    for batch in config.batches():
-        sizes |= dict.fromkeys(config.stepping(step, batch).buckets, batch)
-    return sizes
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:

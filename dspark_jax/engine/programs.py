@@ -18,6 +18,7 @@ from dspark_jax.decode.setup import variant
 from dspark_jax.decode.state import Requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes as on_device
+from dspark_jax.engine.config import piece_tiers
 from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
@@ -111,7 +112,7 @@ class Programs:
     @cached_property
     def piece_tiers(self) -> tuple[int, ...]:
         """Pieces of prompts that a step is compiled for."""
-        return tuple(sorted({1, self.pieces}))
+        return piece_tiers(self.pieces)
 
     @cached_property
     def costs(self) -> dict[tuple[int, int], CostTables]:

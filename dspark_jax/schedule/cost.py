@@ -1,16 +1,22 @@
-"""Cost tables: seconds a step takes, by tokens verified, requests drafted and context.
+"""Cost tables: seconds a step takes, by tokens verified, requests, and context.
 
 The file is JSON::
 
     {"device": "NVIDIA H200", "model": "smollm2-135m", "dtype": "bfloat16", "block_size": 7,
-     "contexts": [0, 4096],
-     "verify": {"tokens": [1, 8, 16], "seconds": [[1e-3, 2e-3], [2e-3, 3e-3], [3e-3, 4e-3]]},
-     "draft": {"requests": [1, 8], "seconds": [[1e-3, 1e-3], [2e-3, 2e-3]]},
-     "largest_bucket": 16}
+     "tiers": [
+       {"requests": 1, "contexts": [0, 4096], "largest_bucket": 8,
+        "verify": {"tokens": [1, 8, 24], "seconds": [[1e-3, 2e-3], [2e-3, 3e-3], [3e-3, 4e-3]]},
+        "draft": [1e-3, 1e-3]},
+       {"requests": 16, ...}]}
 
-``contexts`` counts live cache rows over the whole step; ``seconds[i][c]`` belongs to size i and
-context c. ``largest_bucket`` is the largest size that a step is padded up to; larger sizes were
-timed as they are. SGLang's floor-probe and additive tables are read as well.
+A tier holds the steps of up to so many requests: sixty-four rows of eight requests do not cost
+what sixty-four of sixty-four cost. ``contexts`` counts live cache rows over the whole step;
+``seconds[i][c]`` belongs to size i and context c. ``largest_bucket`` is the largest size that a
+step is padded up to; larger sizes were timed as they are.
+
+Without ``tiers``, ``contexts``, ``verify``, ``largest_bucket`` and ``"draft": {"requests": [1, 8],
+"seconds": ...}`` stand in their place and hold for any number of requests. SGLang's floor-probe
+and additive tables are read as well.
 """
 
 from __future__ import annotations
@@ -57,22 +63,23 @@ class MeasuredCosts:
     seconds: np.ndarray
     largest_bucket: float
 
-    def at(self, wanted: np.ndarray) -> np.ndarray:
+    def at(self, wanted: np.ndarray, *, padded: bool = True) -> np.ndarray:
         """``[C, len(wanted)]`` seconds, non-decreasing in the size.
 
         A running maximum takes out timing noise. Up to the largest bucket a size costs what the
         smallest measured size that holds it costs; above, costs are linear between the points
-        above it, and follow their last slope past the end.
+        above it, and follow their last slope past the end. Sizes that are not ``padded`` to
+        buckets are linear between all points.
         """
         seconds = np.maximum.accumulate(self.seconds, axis=0)
-        columns = [self._column(wanted, seconds[:, c]) for c in range(seconds.shape[1])]
+        columns = [self._column(wanted, seconds[:, c], padded) for c in range(seconds.shape[1])]
         return np.stack(columns)
 
-    def _column(self, wanted: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        holder = np.searchsorted(self.sizes, wanted, side="left")
-        stairs = seconds[np.minimum(holder, len(seconds) - 1)]
-        beyond = self.sizes > self.largest_bucket
-        points = beyond if beyond.any() else self.sizes == self.sizes[-1]
+    def _column(self, wanted: np.ndarray, seconds: np.ndarray, padded: bool) -> np.ndarray:
+        points = np.ones(self.sizes.shape, bool)
+        if padded:
+            beyond = self.sizes > self.largest_bucket
+            points = beyond if beyond.any() else self.sizes == self.sizes[-1]
         line = np.interp(wanted, self.sizes[points], seconds[points])
         tail = points if points.sum() > 1 else np.ones_like(points)
         if tail.sum() > 1:
@@ -81,7 +88,28 @@ class MeasuredCosts:
         else:
             slope = seconds[-1] / self.sizes[-1]
         line = line + slope * np.maximum(wanted - self.sizes[-1], 0)
+        if not padded:
+            return line
+        holder = np.searchsorted(self.sizes, wanted, side="left")
+        stairs = seconds[np.minimum(holder, len(seconds) - 1)]
         return np.where(wanted <= min(self.largest_bucket, self.sizes[-1]), stairs, line)
+
+
+@dataclasses.dataclass(frozen=True)
+class TierCosts:
+    """Costs of the steps of up to ``requests`` requests (None: of any number).
+
+    Attributes:
+        requests: lanes the steps were timed with.
+        contexts: ``[C]`` live cache rows over the whole step, increasing.
+        verify: by rows.
+        draft: by requests.
+    """
+
+    requests: int | None
+    contexts: np.ndarray
+    verify: MeasuredCosts
+    draft: MeasuredCosts
 
 
 def no_costs(slots: int, block_size: int) -> CostTables:
@@ -107,7 +135,7 @@ def load_costs(
     model: str,
     dtype: str,
 ) -> CostTables:
-    """Read a cost table for an engine of ``slots`` requests.
+    """Read a cost table for steps of ``slots`` requests: by the tier that holds them.
 
     ``buckets`` are the token counts the engine pads a verify to (None: it does not pad), so
     n tokens cost what their bucket costs. ``prompt_rows`` more tokens ride in every verify and are
@@ -115,41 +143,61 @@ def load_costs(
     ``with_calibration``.
 
     Raises:
-        ValueError: the file is malformed, or was measured for another device, model, dtype or
-            block size. SGLang's files do not say what they were measured for.
+        ValueError: as `read_tiers`.
     """
-    data = read_object(path)
-    if "bias_seconds" in data:
-        verify, draft = _additive(data, path, slots, block_size)
-        contexts = np.zeros(1)
-    elif "sample_batch_tokens" in data:
-        verify, draft = _floor_probe(data, path, slots, block_size)
-        contexts = np.zeros(1)
-    else:
-        wanted = {"device": device, "model": model, "dtype": dtype, "block_size": block_size}
-        for name, value in wanted.items():
-            found = _field(data, name, path)
-            if found != value:
-                raise ValueError(
-                    f"cost table {path} was measured for {name} {found!r}, "
-                    f"but this session runs {name} {value!r}: measure it again"
-                )
-        contexts = _increasing(_field(data, "contexts", path), "contexts", path, least=0)
-        verify, draft = _measured(data, path, len(contexts))
+    tiers = read_tiers(
+        path, slots=slots, block_size=block_size, device=device, model=model, dtype=dtype
+    )
+    holding = (one for one in tiers if one.requests is None or one.requests >= slots)
+    tier = next(holding, tiers[-1])
     tokens = np.arange(slots * (block_size + 1) + 1)
     if buckets is not None:
         bucket = np.searchsorted(np.asarray(buckets), tokens, side="left")
         padded = np.asarray(buckets)[np.minimum(bucket, len(buckets) - 1)]
         tokens = np.maximum(tokens, padded)
-    tokens = tokens + prompt_rows
-    identity = no_costs(slots, block_size)
+    # Rows of prompts come on top of a bucket, and their sum is not padded again.
+    verify = tier.verify.at(tokens + prompt_rows, padded=not prompt_rows)
     return dataclasses.replace(
-        identity,
-        verify=jnp.asarray(verify.at(tokens), jnp.float32),
-        draft=jnp.asarray(draft.at(np.arange(slots + 1)), jnp.float32),
-        contexts=jnp.asarray(contexts, jnp.float32),
+        no_costs(slots, block_size),
+        verify=jnp.asarray(verify, jnp.float32),
+        draft=jnp.asarray(tier.draft.at(np.arange(slots + 1)), jnp.float32),
+        contexts=jnp.asarray(tier.contexts, jnp.float32),
         known=jnp.asarray(True),
     )
+
+
+def read_tiers(
+    path: str | Path, *, slots: int, block_size: int, device: str, model: str, dtype: str
+) -> tuple[TierCosts, ...]:
+    """The tiers of a cost table, by increasing requests. Files without tiers have one.
+
+    ``slots`` is how many requests an additive or floor-probe table is laid out for.
+
+    Raises:
+        ValueError: the file is malformed, or was measured for another device, model, dtype or
+            block size. SGLang's files do not say what they were measured for.
+    """
+    data = read_object(path)
+    if "bias_seconds" in data:
+        return (TierCosts(None, np.zeros(1), *_additive(data, path, slots, block_size)),)
+    if "sample_batch_tokens" in data:
+        return (TierCosts(None, np.zeros(1), *_floor_probe(data, path, slots, block_size)),)
+    wanted = {"device": device, "model": model, "dtype": dtype, "block_size": block_size}
+    for name, value in wanted.items():
+        found = _field(data, name, path)
+        if found != value:
+            raise ValueError(
+                f"cost table {path} was measured for {name} {found!r}, "
+                f"but this session runs {name} {value!r}: measure it again"
+            )
+    if "tiers" not in data:
+        return (_curves(data, path),)
+    tiers = data["tiers"]
+    if not isinstance(tiers, list):
+        raise ValueError(f"cost table {path}: tiers is {tiers!r}; wanted a list of objects")
+    requests = [_field(one, "requests", path) for one in tiers]
+    counts = _increasing(requests, "requests of tiers", path)
+    return tuple(_tier(one, int(count), path) for one, count in zip(tiers, counts, strict=True))
 
 
 def with_calibration(tables: CostTables, calibration: Calibration) -> CostTables:
@@ -172,31 +220,36 @@ def with_calibration(tables: CostTables, calibration: Calibration) -> CostTables
     )
 
 
-def _measured(
-    data: dict[str, Any], path: str | Path, contexts: int
-) -> tuple[MeasuredCosts, MeasuredCosts]:
-    verify, draft = _field(data, "verify", path), _field(data, "draft", path)
-    tokens = _increasing(_field(verify, "tokens", path), "verify.tokens", path)
+def _curves(data: dict[str, Any], path: str | Path) -> TierCosts:
+    """One curve of verification and one of drafting, for any number of requests."""
+    contexts = _increasing(_field(data, "contexts", path), "contexts", path, least=0)
+    draft = _field(data, "draft", path)
     requests = _increasing(_field(draft, "requests", path), "draft.requests", path)
+    shape = (len(requests), len(contexts))
+    seconds = _seconds(_field(draft, "seconds", path), "draft.seconds", shape, path)
+    verify = _verification(data, len(contexts), path)
+    return TierCosts(None, contexts, verify, MeasuredCosts(requests, seconds, int(requests[-1])))
+
+
+def _tier(data: dict[str, Any], requests: int, path: str | Path) -> TierCosts:
+    """Steps that verify and draft for ``requests`` lanes, whoever of them decodes."""
+    contexts = _increasing(_field(data, "contexts", path), "contexts", path, least=0)
+    draft = _seconds([_field(data, "draft", path)], "draft", (1, len(contexts)), path)
+    verify = _verification(data, len(contexts), path)
+    return TierCosts(
+        requests, contexts, verify, MeasuredCosts(np.array([requests]), draft, requests)
+    )
+
+
+def _verification(data: dict[str, Any], contexts: int, path: str | Path) -> MeasuredCosts:
+    verify = _field(data, "verify", path)
+    tokens = _increasing(_field(verify, "tokens", path), "verify.tokens", path)
     largest = float(_numbers(_field(data, "largest_bucket", path), "largest_bucket", path, ndim=0))
     if largest < 1:
         raise ValueError(f"cost table {path}: largest_bucket is {largest:g}, wanted 1 or more")
-    return (
-        MeasuredCosts(
-            tokens,
-            _seconds(
-                _field(verify, "seconds", path), "verify.seconds", (len(tokens), contexts), path
-            ),
-            largest,
-        ),
-        MeasuredCosts(
-            requests,
-            _seconds(
-                _field(draft, "seconds", path), "draft.seconds", (len(requests), contexts), path
-            ),
-            int(requests[-1]),
-        ),
-    )
+    shape = (len(tokens), contexts)
+    seconds = _seconds(_field(verify, "seconds", path), "verify.seconds", shape, path)
+    return MeasuredCosts(tokens, seconds, largest)
 
 
 def _additive(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from dspark_jax.cli import main as entry
 from dspark_jax.cli.main import main
 from dspark_jax.decode.request import Completion, Request, SamplingParams, Service
 from dspark_jax.engine.config import EngineConfig
-from dspark_jax.schedule.cost import no_costs
+from dspark_jax.schedule.cost import MeasuredCosts, TierCosts, no_costs
 from dspark_jax.text.stream import TextStream
 from tests.engine.small import BLOCK, DRAFTER, TARGET, VOCAB
 
@@ -113,11 +114,10 @@ def test_mixed_traffic_stands_under_the_ceiling(measured):
 
 def test_figures_are_drawn_of_what_was_measured(measured, tmp_path):
     written = plots.draw_all(tmp_path, measured[-1]["arms"], BLOCK, "toy")
-    table = tmp_path / "costs.json"
-    table.write_text(
-        json.dumps({"samples": [{"kind": "verify", "size": 2, "rows": 0, "seconds": [1]}]})
-    )
-    written.append(plots.draw_costs(tmp_path, costs(), table, "toy"))
+    curve = MeasuredCosts(np.array([1, 4, 8]), np.ones((3, 1)), largest_bucket=4)
+    tiers = [TierCosts(requests, np.zeros(1), curve, curve) for requests in (1, 4)]
+    samples = [{"kind": "verify", "requests": 4, "size": 2, "rows": 0, "seconds": [1]}]
+    written.append(plots.draw_costs(tmp_path / "cost_curve.png", tiers, samples, "toy"))
     names = ["policy.png", "throughput_interactivity.png", "cost_curve.png"]
     assert [path.name for path in written] == names
     for path in written:
@@ -283,6 +283,18 @@ def test_the_command_asks_files_in_turn_and_prints_a_table(command, tmp_path, ca
     assert arm["workloads"].keys() == {"one", "two"}
     assert "tok/s a user" in capsys.readouterr().out
     assert (figures / "throughput_interactivity.png").exists()
+
+
+def test_the_curves_that_decided_are_drawn_from_the_cost_table(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(subcommand, "run_arms", lambda *_, **__: None)
+    table, figures = tmp_path / "costs.json", tmp_path / "figures"
+    flat = {"contexts": [0], "verify": {"tokens": [1, 3], "seconds": [[1], [1]]}}
+    flat |= {"draft": {"requests": [1], "seconds": [[1]]}, "largest_bucket": 3}
+    session = {"device": jax.devices()[0].device_kind, "model": "summing", "dtype": "float32"}
+    table.write_text(json.dumps({**session, "block_size": BLOCK, **flat}))
+    flags = ["--arms", "compact", "--cost-table", str(table), "--figures", str(figures)]
+    assert main([*command, *flags]) == 0
+    assert (figures / "cost_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

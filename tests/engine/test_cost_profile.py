@@ -9,10 +9,12 @@ import pytest
 
 from dspark_jax.checkpoints import drafter as drafters
 from dspark_jax.checkpoints import resolve
+from dspark_jax.cli import main as entry
+from dspark_jax.cli import profile as subcommand
 from dspark_jax.cli.main import main
 from dspark_jax.engine import cost_profile
 from dspark_jax.engine.config import EngineConfig
-from dspark_jax.engine.engine import Engine, served_step
+from dspark_jax.engine.engine import Engine
 from dspark_jax.testing import summing
 from tests.engine.small import BLOCK, DRAFTER, TARGET
 
@@ -22,8 +24,9 @@ FLAGS = ["--max-requests", "1", "--max-context", "40", "--page-size", "8", "--dt
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The table that the command writes, and the row counts of every program it ran."""
+    """The table that the command writes, its plot, and the row counts of every program it ran."""
     out = tmp_path_factory.mktemp("profile") / "costs.json"
+    plot = out.with_suffix(".png")
     executed = set()
     cost_profile._verify.clear_cache()  # sizes are noted when they are traced
     plain = summing.forward
@@ -38,51 +41,85 @@ def measured(tmp_path_factory):
         patch.setattr(resolve, "load_target", lambda name, dtype: TARGET)
         patch.setattr(drafters, "load_drafter", lambda name, pair, dtype, **_: DRAFTER)
         command = ["profile", "--target", "summing", "--drafter", "summing", "--out", str(out)]
-        assert main([*command, *FLAGS]) == 0
-    return out, executed
+        assert main([*command, *FLAGS, "--plot", str(plot)]) == 0
+    return out, plot, executed
 
 
-def test_every_bucket_is_timed_at_its_own_size(measured):
-    out, executed = measured
+def test_every_bucket_and_what_rides_beside_it_is_timed_at_its_own_size(measured):
+    out, _, executed = measured
     table = json.loads(out.read_text())
-    assert table["verify"]["tokens"] == sorted(executed) == [1, BLOCK + 1]
-    assert table["largest_bucket"] == BLOCK + 1
-    assert table["draft"]["requests"] == [1]
-    assert table["contexts"] == [4, 18, 37]
-    for part in ("verify", "draft"):
-        assert (np.asarray(table[part]["seconds"]) > 0).all()
+    (tier,) = table["tiers"]
+    full = BLOCK + 1
+    assert tier["verify"]["tokens"] == sorted(executed) == [1, full, full + 16, full + 256]
+    assert (tier["requests"], tier["largest_bucket"]) == (1, full)
+    assert tier["contexts"] == [4, 18, 37]
+    for seconds in (tier["verify"]["seconds"], tier["draft"]):
+        assert (np.asarray(seconds) > 0).all()
     assert all(len(one["seconds"]) == 5 for one in table["samples"])
+    assert len(table["samples"]) == (len(executed) + 1) * len(tier["contexts"])
 
 
-def test_a_size_of_several_batches_is_timed_with_the_most_requests():
-    config = dataclasses.replace(CONFIG, max_requests=4)
-    step = served_step(TARGET, DRAFTER, config)
-    sizes = cost_profile.requests_by_size(step, config)
-    assert sizes == {1: 1, 3: 1, 4: 4, 6: 4, 12: 4}
+def test_timings_and_curves_are_drawn(measured):
+    _, plot, _ = measured
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_count_of_several_tiers_is_timed_with_the_requests_of_each(monkeypatch):
+    ran = []
+
+    def note(run, state):
+        ran.append(state.slots)
+        return [1.0]
+
+    monkeypatch.setattr(cost_profile, "_seconds_a_step", note)
+    config = dataclasses.replace(
+        CONFIG, max_requests=4, batch_tiers=(2, 4), max_batched_tokens=4 * (BLOCK + 1) + 16
+    )
+    table = cost_profile.profile(TARGET, DRAFTER, config)
+    tokens = [(tier["requests"], tier["verify"]["tokens"]) for tier in table["tiers"]]
+    assert tokens == [(2, [2, 3, 6, 6 + 16]), (4, [4, 6, 12, 12 + 16])]
+    assert [tier["contexts"][-1] for tier in table["tiers"]] == [2 * 37, 4 * 37]
+    assert ran == [2] * 5 * 3 + [4] * 5 * 3, "four sizes and a draft, at three contexts"
 
 
 def test_an_engine_of_the_same_kind_serves_by_the_table(measured):
-    out, _ = measured
+    out, *_ = measured
     engine = Engine(TARGET, DRAFTER, dataclasses.replace(CONFIG, cost_table=out))
     tables = engine._programs.tables(1, 0)
     assert tables.known
     assert (jnp.diff(tables.verify, axis=1) >= 0).all()
-    beside_prompts = engine._programs.tables(1, 8)
+    beside_prompts = engine._programs.tables(1, 16)
     assert (beside_prompts.verify[:, 0] >= tables.verify[:, -1]).all()
 
 
 def test_a_table_of_another_model_is_refused(measured):
-    out, _ = measured
+    out, *_ = measured
     other = dataclasses.replace(TARGET, name="other")
     with pytest.raises(ValueError, match=r"measured for model 'summing'.*runs model 'other'"):
         Engine(other, DRAFTER, dataclasses.replace(CONFIG, cost_table=out))
 
 
-def test_a_table_that_could_not_be_written_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    out = tmp_path / "nowhere" / "costs.json"
-    command = ["profile", "--target", "x", "--drafter", "y", "--out", str(out)]
-    assert main(command) == 2
+@pytest.mark.parametrize("missing", ["--out", "--plot"])
+def test_what_could_not_be_written_is_refused_before_anything_is_loaded(tmp_path, capsys, missing):
+    files = {"--out": tmp_path / "costs.json", "--plot": tmp_path / "costs.png"}
+    files[missing] = tmp_path / "nowhere" / "file"
+    words = [word for flag, file in files.items() for word in (flag, str(file))]
+    assert main(["profile", "--target", "x", "--drafter", "y", *words]) == 2
     assert "no folder" in capsys.readouterr().err
+
+
+def test_a_plot_without_its_library_is_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch, capsys
+):
+    def without(name):
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr("importlib.import_module", without)
+    monkeypatch.setattr(entry, "load", lambda name: subcommand.profile)
+    out, plot = str(tmp_path / "costs.json"), str(tmp_path / "costs.png")
+    command = ["profile", "--target", "x", "--drafter", "y", "--out", out, "--plot", plot]
+    assert main(command) == 2
+    assert "pip install 'dspark-jax[train]'" in capsys.readouterr().err
 
 
 def test_only_steps_that_compare_costs_are_profiled():

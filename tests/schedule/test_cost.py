@@ -21,6 +21,27 @@ TABLE = {
 }
 
 
+TIERS = {
+    **SESSION,
+    "tiers": [
+        {
+            "requests": 2,
+            "contexts": [0, 100],
+            "largest_bucket": 8,
+            "verify": {"tokens": [2, 8, 16], "seconds": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]},
+            "draft": [0.5, 0.6],
+        },
+        {
+            "requests": 4,
+            "contexts": [0],
+            "largest_bucket": 16,
+            "verify": {"tokens": [4, 8, 16], "seconds": [[2.0], [1.0], [7.0]]},
+            "draft": [0.9],
+        },
+    ],
+}
+
+
 def write(path, table):
     file = path / "costs.json"
     file.write_text(json.dumps(table))
@@ -82,6 +103,47 @@ def test_a_table_is_laid_out_for_every_count_the_engine_can_run(tmp_path):
 def test_the_engines_own_buckets_decide_what_a_count_costs(tmp_path):
     found = load(tmp_path, TABLE, buckets=(2, 8))
     np.testing.assert_allclose(found.verify[0], [1.5, 1.5, 1.5, 3, 3, 3, 3, 3, 3])
+
+
+def test_a_step_is_priced_by_the_tier_that_holds_its_requests(tmp_path):
+    two = load(tmp_path, TIERS)
+    np.testing.assert_allclose(two.verify, [[1, 1, 1, *[3] * 6], [2, 2, 2, *[4] * 6]])
+    np.testing.assert_allclose(two.draft[:, 2], [0.5, 0.6])
+    np.testing.assert_allclose(two.contexts, [0, 100])
+    for slots in (3, 4):
+        found = load(tmp_path, TIERS, slots=slots)
+        np.testing.assert_allclose(found.verify[0, 8], 2.0, err_msg="eight rows, levelled")
+        np.testing.assert_allclose(found.draft[0, slots], 0.9)
+        np.testing.assert_allclose(found.contexts, [0])
+
+
+def test_more_requests_than_any_tier_holds_go_on_beyond_the_largest(tmp_path):
+    found = load(tmp_path, TIERS, slots=8)
+    np.testing.assert_allclose(found.verify[0, [16, 24, 32]], [7, 12, 17])
+    np.testing.assert_allclose(found.draft[0, [4, 8]], [0.9, 1.8])
+
+
+def test_rows_of_prompts_are_paid_for_without_padding(tmp_path):
+    found = load(tmp_path, TIERS, buckets=(2, 8), prompt_rows=8)
+    # 10 and 16 rows, of which 8 are of prompts: between the points of 8 and 16
+    np.testing.assert_allclose(found.verify[0], [3.5] * 3 + [5.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ([], "requests of tiers must be a list that increases from 1"),
+        ({}, "tiers is {}; wanted a list of objects"),
+        ([3], "wanted an object that holds requests, found 3"),
+        (TIERS["tiers"][::-1], "requests of tiers must be .*found \\[4, 2\\]"),
+        ([{**TIERS["tiers"][0], "draft": [0.5]}], r"draft has shape \(1, 1\).*\(1, 2\)"),
+        ([{**TIERS["tiers"][0], "draft": 0.5}], "draft is .*; wanted a list of lists"),
+        ([{"requests": 2, "contexts": [0], "draft": [1]}], "verify is missing"),
+    ],
+)
+def test_a_malformed_tier_is_refused(tmp_path, tiers, message):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, {**TIERS, "tiers": tiers})
 
 
 @pytest.mark.parametrize(
