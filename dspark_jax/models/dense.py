@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -13,7 +16,7 @@ from dspark_jax.models.layers import linear, rms_norm, rope_phases
 from dspark_jax.models.pages import PagePool, place
 from dspark_jax.models.ragged import Mixed, Packed
 from dspark_jax.models.taps import check_taps
-from dspark_jax.models.weights import DenseCache, DenseWeights
+from dspark_jax.models.weights import DenseCache, DenseLayer, DenseWeights
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.row_linear import linear_add, rms_linear
@@ -78,35 +81,14 @@ def forward(
     outputs = {-1: hidden} if -1 in taps else {}
     keys, values = list(cache.keys), list(cache.values)
     for index, layer in enumerate(weights.layers):
-        query, keys[index], values[index] = rope_write(
-            rms_linear(hidden, layer.input_norm, layer.qkv, eps=config.rms_norm_eps),
-            *phases,
+        hidden, keys[index], values[index] = _layer(
+            layer,
+            hidden,
             keys[index],
             values[index],
-            page,
-            offset,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+            _Rows(packed, phases, page, offset, limits, cache.table),
             eps=config.rms_norm_eps,
         )
-        attended = packed.join(
-            part.pack(
-                paged_attention(
-                    part.unpack(rows),
-                    keys[index],
-                    values[index],
-                    limit,
-                    part.slots,
-                    cache.table,
-                )
-            )
-            for part, rows, limit in zip(packed.parts, packed.split(query), limits, strict=True)
-        )
-        hidden = linear_add(attended.reshape(hidden.shape[0], -1), layer.out, hidden)
-        gated = rms_linear(
-            hidden, layer.post_norm, layer.gate_up, eps=config.rms_norm_eps, gated=True
-        )
-        hidden = linear_add(gated, layer.down, hidden)
         if index in taps:
             outputs[index] = hidden
     tapped = (
@@ -116,6 +98,50 @@ def forward(
     )
     final = rms_norm(hidden, weights.norm, config.rms_norm_eps)
     return final, tapped, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+
+
+@flax.struct.dataclass
+class _Rows:
+    """Where the rows of a call stand; the same for every layer."""
+
+    packed: Packed | Mixed
+    phases: tuple[Array, Array]
+    page: Int[Array, "T"]
+    offset: Int[Array, "T"]
+    limits: list[Array]
+    table: Int[Array, "S C"] | None
+
+
+# jitted so that layers of one shape are traced once; XLA sees them unrolled all the same
+@functools.partial(jax.jit, static_argnames="eps")
+def _layer(
+    layer: DenseLayer,
+    hidden: Float[Array, "T D"],
+    keys: Array,
+    values: Array,
+    rows: _Rows,
+    eps: float,
+) -> tuple[Float[Array, "T D"], Array, Array]:
+    """One decoder layer: its output, and its cache with the rows written."""
+    query, keys, values = rope_write(
+        rms_linear(hidden, layer.input_norm, layer.qkv, eps=eps),
+        *rows.phases,
+        keys,
+        values,
+        rows.page,
+        rows.offset,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        eps=eps,
+    )
+    packed = rows.packed
+    attended = packed.join(
+        part.pack(paged_attention(part.unpack(own), keys, values, limit, part.slots, rows.table))
+        for part, own, limit in zip(packed.parts, packed.split(query), rows.limits, strict=True)
+    )
+    hidden = linear_add(attended.reshape(hidden.shape[0], -1), layer.out, hidden)
+    gated = rms_linear(hidden, layer.post_norm, layer.gate_up, eps=eps, gated=True)
+    return linear_add(gated, layer.down, hidden), keys, values
 
 
 def unembed(

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import choose
 from pallas_kernels.hopper import missing_hopper
-from pallas_kernels.paged_attention import mosaic_gpu, reference
+from pallas_kernels.paged_attention import live_rows, mosaic_gpu, reference
 
-Implementation = Literal["xla", "mosaic"]
+Implementation = Literal["xla", "live", "mosaic"]
 
 
 def paged_attention(
@@ -41,8 +41,9 @@ def paged_attention(
         table: the page of rows ``0..P-1`` of each slot, of rows ``P..2P-1``, and so on; negative
             where there is none, which no position may reach. None when slot s is page s.
         implementation: ``"xla"`` runs anywhere and can be differentiated if every cache row is
-            finite; ``"mosaic"`` needs a Hopper GPU, bf16, E of 64 or 128, ``W * H / N <= 64``
-            and P a multiple of 64. None takes mosaic where it can run and xla elsewhere.
+            finite; ``"live"`` loops over the rows that are live, without a gradient; ``"mosaic"``
+            needs a Hopper GPU, bf16, E of 64 or 128, ``W * H / N <= 64`` and P a multiple of 64.
+            None takes live on a CPU, mosaic where it can run, and xla elsewhere.
 
     Returns:
         ``[A, W, H, E]`` in the dtype of ``query``.
@@ -52,14 +53,18 @@ def paged_attention(
         NotImplementedError: ``"mosaic"`` was asked for and cannot run.
     """
     _check_shapes(query, keys, values, position, slots, table)
-    wanted = choose(
-        "paged_attention",
-        "mosaic",
-        implementation,
-        "mosaic",
-        lambda: missing_hopper() or mosaic_gpu.unsupported(query, keys, values),
-    )
-    run = {"xla": reference.paged_attention, "mosaic": mosaic_gpu.paged_attention}[wanted]
+    obstacles = {
+        "live": lambda: live_rows.unsupported(keys, table),
+        "mosaic": lambda: missing_hopper() or mosaic_gpu.unsupported(query, keys, values),
+    }
+    automatic = "live" if jax.default_backend() == "cpu" else "mosaic"
+    kernel = implementation if implementation in obstacles else automatic
+    wanted = choose("paged_attention", kernel, implementation, automatic, obstacles[kernel])
+    run = {
+        "xla": reference.paged_attention,
+        "live": live_rows.paged_attention,
+        "mosaic": mosaic_gpu.paged_attention,
+    }[wanted]
     return run(query, keys, values, position, slots, table)
 
 

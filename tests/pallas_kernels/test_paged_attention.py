@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.paged_attention import mosaic_gpu, paged_attention, reference
+from pallas_kernels.paged_attention import live_rows, mosaic_gpu, paged_attention, reference
 from pallas_kernels.paged_attention.mosaic_gpu import Tuning
 from pallas_kernels.paged_attention.shapes import SHAPES, SWEPT
 
@@ -38,7 +38,7 @@ def interpreted(query, keys, values, position, slots=None, table=None, *, splits
 
 
 @pytest.fixture(
-    params=["xla", "mosaic, interpreted", pytest.param("mosaic", marks=pytest.mark.gpu)]
+    params=["xla", "live", "mosaic, interpreted", pytest.param("mosaic", marks=pytest.mark.gpu)]
 )
 def attend(request: pytest.FixtureRequest) -> Iterator[Attend]:
     if request.param == "mosaic, interpreted":
@@ -46,7 +46,10 @@ def attend(request: pytest.FixtureRequest) -> Iterator[Attend]:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         return
 
-    attend = jax.jit(functools.partial(paged_attention, implementation=request.param))
+    attend = functools.partial(paged_attention, implementation=request.param)
+    if request.param == "live":
+        attend = functools.partial(live_rows.paged_attention, block=64)
+    attend = jax.jit(attend)
 
     def run(*operands: jax.Array, splits: int = 1) -> jax.Array:
         del splits
@@ -171,6 +174,29 @@ def test_rows_are_found_through_the_page_table(attend, slots):
     case = operands(3, 2, 3, 1, 256, [130, 64, 193], slots=slots)
     paged = in_pages(case, page_size=128 if slots is None else 64)
     assert relative_error(attend(*paged), by_hand(*case)) < ROUNDING
+
+
+@pytest.mark.parametrize("length", [0, 64, 65, 150])
+def test_a_cache_that_ends_inside_a_block_is_read_once(length):
+    case = operands(1, 2, 3, 1, 150, [length])
+    got = jax.jit(functools.partial(live_rows.paged_attention, block=64))(*case)
+    if length:
+        assert relative_error(got, by_hand(*case)) < ROUNDING
+    else:
+        assert not np.asarray(got, np.float32).any()
+
+
+def test_a_request_is_the_same_to_the_bit_beside_a_longer_one():
+    query, keys, values, position, _ = operands(2, 2, 3, 1, 256, [70, 256])
+    attend = jax.jit(functools.partial(live_rows.paged_attention, block=64))
+    alone = attend(query, keys, values, position.at[1].set(-1))
+    np.testing.assert_array_equal(attend(query, keys, values, position)[0], alone[0])
+
+
+def test_a_cache_of_one_block_is_not_looped_over():
+    _, keys, _, _, _ = operands(1, 2, 3, 1, 128, [9])
+    assert "128 rows a slot" in (live_rows.unsupported(keys, None) or "")
+    assert live_rows.unsupported(keys, jnp.zeros((1, 2), jnp.int32)) is None
 
 
 @pytest.mark.parametrize("name", SHAPES)
