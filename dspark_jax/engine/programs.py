@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +49,8 @@ class Flight:
         batch: lanes it was compiled for.
         pieces: pieces of prompts it was compiled for.
         sent: when it was dispatched, seconds on the engine's clock.
+        ended: when the host has seen it end; None until it is read.
+        waited: whether the host was waiting for it then, so that ``ended`` is no later.
     """
 
     plan: Plan
@@ -55,9 +59,19 @@ class Flight:
     batch: int
     pieces: int
     sent: float = 0.0
+    ended: float | None = None
+    waited: bool = False
 
-    def read(self) -> Report:
+    def wait(self, clock: Callable[[], float]) -> None:
+        """Return when it has ended."""
+        self.waited = not self.report.done.is_ready()
+        jax.block_until_ready(self.report)
+        self.ended = clock()
+
+    def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
+        if self.ended is None:
+            self.wait(clock)
         return jax.device_get(self.report)
 
 
@@ -128,6 +142,11 @@ class Programs:
         """The same on the device."""
         return jax.device_put(self.costs)
 
+    def reprice(self, program: tuple[int, int], tables: CostTables) -> None:
+        """Step by these costs from the next dispatch on. They are copied while others run."""
+        costs = jax.device_put({"verify": tables.verify, "draft": tables.draft})
+        self._priced[program] = dataclasses.replace(self._priced[program], **costs)
+
     def warm_up(self, params: Sequence[SamplingParams], progress: bool) -> None:
         """Compile every tier for requests like these."""
         config = variant(self.config, params)
@@ -135,7 +154,19 @@ class Programs:
             self._variants.append(config)
         self._start([])
         tiers = list(itertools.product(self.batches, self.columns, (0, *self.piece_tiers)))
-        for batch, columns, pieces in track(tiers, "compiling", disable=not progress):
+
+        def lowered(batch: int, columns: int, pieces: int) -> jax.stages.Lowered:
+            program, *operands, static = self._call(
+                config, self._place([], batch, columns), [], pieces, 1, True
+            )
+            return program.lower(self.weights, self._state, *operands, **static)
+
+        # Tracing holds the interpreter, compiling does not: tiers compile beside each other.
+        with ThreadPoolExecutor(os.cpu_count()) as workers:
+            compiling = [workers.submit(lowered(*tier).compile) for tier in tiers]
+            for one in track(compiling, "compiling", disable=not progress):
+                one.result()
+        for batch, columns, pieces in tiers:
             self._step(config, self._place([], batch, columns), [], pieces, 1, True)
         self._lanes = None
         jax.block_until_ready(self._state)
@@ -214,20 +245,28 @@ class Programs:
         patient: bool,
     ) -> Report:
         """One dispatch, with room for ``count`` pieces of prompts."""
+        program, *operands, static = self._call(config, lanes, pieces, count, steps, patient)
+        self._state, report = program(self.weights, self._state, *operands, **static)
+        return report
+
+    def _call(
+        self,
+        config: StepConfig,
+        lanes: Lanes,
+        pieces: list[tuple[Piece, int]],
+        count: int,
+        steps: int,
+        patient: bool,
+    ) -> tuple[Any, ...]:
+        """The program of a dispatch, what it takes beside weights and state, and its statics."""
         batch = lanes.decoding.shape[0]
         config = self.stepping(config, batch)
         tables = self._priced[batch, count]
         if count:
             rows = jax.device_put(self._rows(pieces, count, batch))
-            self._state, report = _MIXED(
-                self.weights, self._state, tables, lanes, rows, config=config
-            )
-        else:
-            limits = jax.device_put((np.int32(steps), np.bool_(patient)))
-            self._state, report = _RUN(
-                self.weights, self._state, tables, lanes, *limits, config=config, most=self.steps
-            )
-        return report
+            return _MIXED, tables, lanes, rows, {"config": config}
+        limits = jax.device_put((np.int32(steps), np.bool_(patient)))
+        return _RUN, tables, lanes, *limits, {"config": config, "most": self.steps}
 
     def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
         tokens = np.zeros((count, self.prompt_width), np.int32)
