@@ -1,0 +1,30 @@
+"""Allocation by a stable sort in pure JAX: what the kernel must compute."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def top_b(
+    survival: Float[Array, "S G"], valid: Bool[Array, "S G"], budget: Int[Array, ""]
+) -> Int[Array, "S"]:
+    """Same arguments and result as `pallas_kernels.top_b.top_b`."""
+    requests = survival.shape[0]
+    # Flattened by position first, a stable sort settles ties as wanted.
+    key = jnp.where(valid, survival, -1.0).T.reshape(-1)
+    order = jnp.argsort(key, stable=True, descending=True)
+    taken = jnp.arange(order.shape[0]) < jnp.minimum(budget, valid.sum())
+    return jnp.zeros(requests, jnp.int32).at[order % requests].add(taken.astype(jnp.int32))
+
+
+def by_ranks(
+    survival: Float[Array, "S G"], valid: Bool[Array, "S G"], budget: Int[Array, ""]
+) -> Int[Array, "S"]:
+    """The kernel's own method in XLA: a slot is taken if fewer than ``budget`` are ahead of it."""
+    key = jnp.where(valid, survival, -1.0).T.reshape(-1)
+    place = jax.lax.iota(jnp.int32, key.shape[0])
+    ahead = (key > key[:, None]) | ((key == key[:, None]) & (place < place[:, None]))
+    taken = (key >= 0) & (ahead.sum(axis=1, dtype=jnp.int32) < budget)
+    return taken.reshape(survival.shape[::-1]).sum(axis=0, dtype=jnp.int32)
