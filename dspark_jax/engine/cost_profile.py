@@ -23,6 +23,7 @@ from rich.progress import Progress
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
+from dspark_jax.compiling import compile_together
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft, no_drafts
@@ -128,21 +129,30 @@ def profile(
     weights = Weights(target.weights, drafter.weights)
     samples: list[dict[str, Any]] = []
 
-    def timed(kind: str, batch: int, total: int, bucket: int = 0, pieces: int = 0) -> float:
-        """Median seconds at ``total`` live rows: of drafts, or of a bucket beside prompts."""
-        state = _occupied(target, step, config, context, batch, total, temperature)
+    def program(
+        kind: str, batch: int, bucket: int = 0, pieces: int = 0
+    ) -> tuple[Any, dict[str, Any]]:
+        """Drafts, or a bucket beside prompts: a function of weights, state and keywords."""
         arm = dataclasses.replace(step, sampled=temperature > 0, filtered=False, buckets=(bucket,))
-        run, size = functools.partial(_draft, config=arm), batch
-        if kind == "verify":
-            window = jnp.asarray([len(part) - 1 for part in np.array_split(range(bucket), batch)])
-            size = bucket + pieces * config.prompt_width
-            run = functools.partial(
-                _verify,
-                window=window.astype(jnp.int32),
-                config=arm,
-                pieces=(pieces, config.prompt_width),
-            )
-        seconds = _seconds_a_step(lambda state, n: run(weights, state, steps=n), state)
+        if kind == "draft":
+            return _draft, {"config": dataclasses.replace(arm, buckets=())}
+        window = jnp.asarray([len(part) - 1 for part in np.array_split(range(bucket), batch)])
+        return _verify, {
+            "window": window.astype(jnp.int32),
+            "config": arm,
+            "pieces": (pieces, config.prompt_width),
+        }
+
+    def occupied(batch: int, total: int) -> State:
+        return _occupied(target, step, config, context, batch, total, temperature)
+
+    def timed(kind: str, batch: int, total: int, bucket: int = 0, pieces: int = 0) -> float:
+        """Median seconds at ``total`` live rows."""
+        run, given = program(kind, batch, bucket, pieces)
+        seconds = _seconds_a_step(
+            lambda state, n: run(weights, state, steps=n, **given), occupied(batch, total)
+        )
+        size = batch if kind == "draft" else bucket + pieces * config.prompt_width
         samples.append(
             {"kind": kind, "requests": batch, "size": size, "rows": total, "seconds": seconds}
         )
@@ -155,6 +165,15 @@ def profile(
         sizes += [(buckets[-1], pieces) for pieces in prompts]
         shares = sorted({max(1, int(longest * share)) for share in SHARES})
         plans.append((batch, sizes, [batch * rows for rows in shares]))
+
+    def lowered() -> Iterator[jax.stages.Lowered]:
+        for batch, sizes, _ in plans:
+            state = jax.eval_shape(lambda batch=batch: occupied(batch, 1))
+            for kind, *size in (("draft",), *(("verify", *size) for size in sizes)):
+                run, given = program(kind, batch, *size)
+                yield run.lower(weights, state, steps=jnp.int32(1), **given)
+
+    compile_together(lowered(), progress)
     count = sum((len(sizes) + 1) * len(contexts) for _, sizes, contexts in plans)
     tiers = []
     with Progress(disable=not progress) as bar:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from rich.progress import track
 
+from dspark_jax.compiling import compile_together
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import variant
@@ -161,11 +159,7 @@ class Programs:
             )
             return program.lower(self.weights, self._state, *operands, **static)
 
-        # Tracing holds the interpreter, compiling does not: tiers compile beside each other.
-        with ThreadPoolExecutor(os.cpu_count()) as workers:
-            compiling = [workers.submit(lowered(*tier).compile) for tier in tiers]
-            for one in track(compiling, "compiling", disable=not progress):
-                one.result()
+        compile_together((lowered(*tier) for tier in tiers), progress)
         for batch, columns, pieces in tiers:
             self._step(config, self._place([], batch, columns), [], pieces, 1, True)
         self._lanes = None
