@@ -35,6 +35,7 @@ def bench(
     prompts: tuple[Path, ...],
     out: Path,
     concurrency: tuple[int, ...] = (1, 4, 16),
+    batch_tiers: tuple[int, ...] = (),
     arms: tuple[str, ...] = (),
     cost_table: Path | None = None,
     calibration: Path | None = None,
@@ -58,6 +59,8 @@ def bench(
         prompts: JSON Lines files, a workload each; several are asked in turn.
         out: the raw result, JSON; written after every load of every arm.
         concurrency: users, each of whom asks again as soon as answered; one load after the other.
+        batch_tiers: request counts that steps are compiled for, up to the largest load; the default
+            is powers of four.
         arms: what to measure: off, k=1, k=2, k=3, k=5, k=7, static, compact, cap-accept; the
             default is all that the drafter allows.
         cost_table: from `dspark profile`; the arms compact and cap-accept need it.
@@ -111,6 +114,7 @@ def bench(
         max_context = context_limit(loaded.config, min(needed, limit))
     base = EngineConfig(
         max_requests=max(concurrency),
+        batch_tiers=batch_tiers or None,
         max_context=max_context,
         lag=lag,
         cost_table=cost_table,
@@ -129,6 +133,7 @@ def bench(
         prompts={path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in prompts},
         prompt_ids_sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
         concurrency=concurrency,
+        batch_tiers=base.batches(),
         rounds=rounds,
         min_requests=min_requests,
         max_new_tokens=max_new_tokens,

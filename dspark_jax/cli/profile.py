@@ -14,6 +14,7 @@ def profile(
     out: Path,
     plot: Path | None = None,
     max_requests: int = 16,
+    batch_tiers: tuple[int, ...] = (),
     max_context: int | None = None,
     page_size: int = 64,
     k: int | None = None,
@@ -28,6 +29,8 @@ def profile(
         out: the cost table, JSON.
         plot: draw timings and curves, PNG; needs matplotlib.
         max_requests: requests that are served together.
+        batch_tiers: request counts that steps are compiled for, up to max-requests; the default is
+            powers of four.
         max_context: tokens of prompt and answer together.
         page_size: cache rows of a page.
         k: drafts of a block; the default is the drafter's block size.
@@ -50,6 +53,7 @@ def profile(
 
     config = EngineConfig(
         max_requests=max_requests,
+        batch_tiers=batch_tiers or None,
         max_context=max_context,
         mode="compact",
         k=k,
