@@ -7,6 +7,12 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+# Loops written by XLA's older emitters run as they are and compile in less than half the time.
+# Read when JAX first compiles; processes that tests start inherit it.
+QUICK_TO_COMPILE = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+if QUICK_TO_COMPILE not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
