@@ -33,6 +33,7 @@ class EngineConfig:
         lag: age in steps of the confidences that decide a "lagged" budget.
         allow_biased: consent to policy "fresh" at temperatures above 0.
         cost_table: path of a cost table, or tables for ``max_requests``; None verifies all drafts.
+        correct_costs: let the cost table follow the step times that are seen; mode "compact".
         calibration: STS temperatures, or the path of their file.
         page_size: rows of a page; a multiple of 64 suits the GPU kernel.
         pages: pages of the pool; None holds the whole context of every request.
@@ -63,6 +64,7 @@ class EngineConfig:
     lag: int = 1
     allow_biased: bool = False
     cost_table: CostTables | str | Path | None = None
+    correct_costs: bool = True
     calibration: Calibration | str | Path | None = None
     page_size: int = 64
     pages: int | None = None

@@ -30,6 +30,7 @@ from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
 from dspark_jax.engine.answer import absorb, answer, complete, show
 from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
 from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
@@ -113,6 +114,13 @@ class Engine:
             steps=config.steps,
             prefix_reuse=config.prefix_reuse,
         )
+        self._correction = None
+        if config.correct_costs and step.mode == "compact" and step.threshold is None:
+            self._correction = CostCorrection(
+                lambda: self._programs.costs,
+                lambda lanes: config.stepping(step, lanes).buckets,
+                self._programs.reprice,
+            )
         self.reset_metrics()
         self._flights: deque[Flight] = deque()
         self._live: dict[int, Sequence] = {}
@@ -151,6 +159,7 @@ class Engine:
             self.config.stepping,
             lambda: self._programs.costs,
             self._scheduler,
+            self._correction,
         )
 
     def tokens(self, index: int) -> tuple[int, ...]:
@@ -237,7 +246,7 @@ class Engine:
                 self._metrics.joined(sequence, sent)
             self._flights.append(flight)
             if not self.config.overlap:
-                jax.block_until_ready(flight.report)
+                flight.wait(self._metrics.clock)
         # Without a new dispatch the oldest one has to be read, or nothing would ever change.
         while len(self._flights) > (plan is not None):
             self._settle(self._flights.popleft())
@@ -274,7 +283,7 @@ class Engine:
 
     def _settle(self, flight: Flight) -> None:
         """Read a dispatch and take over what it did to requests that still want it."""
-        report = flight.read()
+        report = flight.read(self._metrics.clock)
         failures: list[Exception] = []
         self._metrics.read(flight, report)
         for sequence, lane in flight.lanes:

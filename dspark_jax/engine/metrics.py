@@ -13,6 +13,7 @@ from dspark_jax.calibration.live import LiveCalibration
 from dspark_jax.calibration.online import DECAY
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import Completion, Service
+from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure, Histogram
 from dspark_jax.engine.lanes import Report
 from dspark_jax.engine.programs import Flight
@@ -35,6 +36,7 @@ class Metrics:
         stepping: the step as it is taken by so many lanes.
         costs: tables on the host by lanes and pieces of prompts; asked when the first step is read.
         scheduler: queue and pages; what it has counted before is left out.
+        correction: is told what steps took, where that is known; None corrects nothing.
         clock: seconds that only grow.
     """
 
@@ -44,11 +46,13 @@ class Metrics:
         stepping: Callable[[StepConfig, int], StepConfig],
         costs: Callable[[], Mapping[tuple[int, int], CostTables]],
         scheduler: Scheduler,
+        correction: CostCorrection | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock = clock
         self._config, self._stepping, self._costs = config, stepping, costs
         self._scheduler, self._before = scheduler, _counted(scheduler)
+        self._correction = correction
         depth = config.depth
         self._sums: dict[str, Any] = Counter()  # whole numbers and seconds
         self._finished: Counter[str] = Counter()
@@ -63,7 +67,7 @@ class Metrics:
         self._first = Histogram(SECONDS)
         self._whole = Histogram(SECONDS)
         self._calibration = LiveCalibration(depth, DECAY)
-        self._read_at = -np.inf
+        self._read_at, self._waited = -np.inf, False
 
     def joined(self, sequence: Sequence, now: float) -> None:
         """The sequence takes part in a dispatch; the first time ends its wait."""
@@ -76,8 +80,11 @@ class Metrics:
 
     def read(self, flight: Flight, report: Report) -> None:
         """Take over a dispatch that has just been read, before its sequences have grown."""
-        now = self.clock()
-        seconds, self._read_at = now - max(flight.sent, self._read_at), now
+        assert flight.ended is not None, "a dispatch is read before it is counted"
+        seconds = flight.ended - max(flight.sent, self._read_at)
+        # Read late, it may have ended long before, and the next one begun.
+        exact = flight.waited and (self._waited or flight.sent >= self._read_at)
+        self._read_at, self._waited = flight.ended, flight.waited
         done = int(report.done)
         if not done:
             return
@@ -120,7 +127,7 @@ class Metrics:
             self._budgets.add(decision.budget[:done][taken])
             if decision.confidence is not None:
                 self._believe(flight, decision.confidence[:done], proposed, accepted)
-        self._time(flight, seconds / done, count, window, depth)
+        self._time(flight, seconds / done, count, window, depth, exact=exact)
 
     def ended(self, sequence: Sequence, completion: Completion) -> Service:
         """Count an answer; how it was served."""
@@ -178,7 +185,14 @@ class Metrics:
         self._calibration.observe(*(part[::stride] for part in flat), steps=len(survival))
 
     def _time(
-        self, flight: Flight, seconds: float, count: Any, window: Any, depth: np.ndarray
+        self,
+        flight: Flight,
+        seconds: float,
+        count: Any,
+        window: Any,
+        depth: np.ndarray,
+        *,
+        exact: bool,
     ) -> None:
         """Rows and seconds of each step, and the seconds that the cost table gives it."""
         live = count > 0
@@ -192,6 +206,7 @@ class Metrics:
         contexts = (lengths * live).sum(axis=1)
         buckets = self._stepping(self._config, batch).buckets or (batch * width,)
         compact = self._config.mode == "compact"
+        verify, draft = np.zeros(len(buckets)), 0.0
         for step in range(len(count)):
             full = live[step].sum() * width
             capped = self._config.mode == "cap-accept"
@@ -208,12 +223,18 @@ class Metrics:
                 continue
             size = rows if compact else bucket
             predicted = np.interp(contexts[step], tables.contexts, tables.verify[:, size])
+            verify[buckets.index(bucket)] += predicted
             if depth[step]:
-                predicted += np.interp(contexts[step], tables.contexts, tables.draft[:, batch])
+                drafted = np.interp(contexts[step], tables.contexts, tables.draft[:, batch])
+                draft += drafted
+                predicted += drafted
             self._sums["predicted_steps"] += 1
             self._sums["predicted_seconds"] += float(predicted)
             self._sums["measured_seconds"] += seconds
             self._sums["relative_error"] += abs(float(predicted) - seconds) / seconds
+        if self._correction is not None and tables.known and seconds > 0 and exact:
+            program = batch, flight.pieces
+            self._correction.observe(program, verify, float(draft), seconds * len(count))
 
     def figures(self) -> list[Figure]:
         """Everything, as it stands."""
@@ -289,6 +310,13 @@ class Metrics:
                 "share",
                 "Mean of |predicted - measured| / measured.",
                 ratio(sums["relative_error"], sums["predicted_steps"]),
+            ),
+            gauge(
+                "cost_factor",
+                "1",
+                "What the cost table is multiplied by, lanes x rows + pieces of prompts.",
+                {} if self._correction is None else self._correction.factors(),
+                "program",
             ),
             counter("spec_decode_num_drafts", "1", "Blocks drafted.", sums["drafted_blocks"]),
             counter(

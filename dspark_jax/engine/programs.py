@@ -62,7 +62,8 @@ class Flight:
 
     def wait(self, clock: Callable[[], float]) -> None:
         """Return when it has ended."""
-        self.waited = not self.report.done.is_ready()
+        done: Any = self.report.done
+        self.waited = not done.is_ready()
         jax.block_until_ready(self.report)
         self.ended = clock()
 

@@ -48,6 +48,7 @@ BASE = EngineConfig(
     token_tiers=(),
     prefix_reuse=False,
     cost_table=costs(),
+    correct_costs=False,
 )
 
 

@@ -25,4 +25,5 @@ SMALL = EngineConfig(
     token_tiers=(),
     lag=2,
     steps=3,
+    correct_costs=False,  # or windows depend on how busy the machine is
 )

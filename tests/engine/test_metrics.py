@@ -191,8 +191,7 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
         running=[],
         store=SimpleNamespace(count=1, free=1, cached=0),
     )
-    clock = iter([7.0]).__next__
-    metrics = Metrics(step, lambda step, _: step, lambda: {(4, 0): tables}, scheduler, clock)
+    metrics = Metrics(step, lambda step, _: step, lambda: {(4, 0): tables}, scheduler)
     outcome = SimpleNamespace(
         count=np.array([[2, 1, 0, 0], [3, 0, 0, 0]]),
         window=np.array([[1, 2, 0, 0], [2, 0, 0, 0]]),
@@ -208,7 +207,7 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
         (SimpleNamespace(rows=rows, stage=Stage.DECODING, expected=None), lane)
         for lane, rows in enumerate((20, 30))
     ]
-    flight = SimpleNamespace(sent=1.0, batch=4, pieces=0, lanes=lanes)
+    flight = SimpleNamespace(sent=1.0, ended=7.0, waited=True, batch=4, pieces=0, lanes=lanes)
     metrics.read(flight, SimpleNamespace(done=np.int32(2), outcome=outcome))
     found = as_json(metrics.figures())
     # 5 rows in a bucket of 6 at 50 cache rows, with drafts; then 3 rows in 4 at 22, without
