@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from operator import attrgetter
 
-from dspark_jax.engine.page_store import PageStore
+from dspark_jax.engine.page_store import Key, PageStore
 from dspark_jax.engine.sequence import Sequence, Stage
 from dspark_jax.models.pages import PagePool
 
@@ -168,13 +168,19 @@ class Scheduler:
         self.add(sequence)
 
     def _join(self) -> None:
-        """Let the queue in while slots and pages last, in order."""
+        """Let the queue in while slots and pages last, in order.
+
+        A request whose next page an older one is about to fill waits for it, and those behind it
+        too: prompts are read oldest first, so there is little that they lose by it.
+        """
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             if sequence.in_flight:
                 return  # its newest tokens are not read yet
             keys = sequence.page_keys(self._page_size) if self._reuse else []
             shared = self.store.known(keys)
+            if self._coming(keys, len(shared)):
+                return
             missing = self._missing(sequence, 1) - len(shared)
             # One page each for those that will grow, or they would throw the newcomer out again.
             spare = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
@@ -191,6 +197,14 @@ class Scheduler:
             sequence.stage = Stage.PREFILLING
             self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=attrgetter("arrival"))
+
+    def _coming(self, keys: list[Key], page: int) -> bool:
+        """Whether a prompt that is being read will fill the page of this index and key."""
+        return page < len(keys) and any(
+            page < len(other.keys) and other.keys[page] == keys[page]
+            for other in self.running
+            if other.stage is Stage.PREFILLING and other.prefilled < other.rows
+        )
 
     def _next_pieces(self) -> list[Piece]:
         """As many rows of prompts as a step takes, of the oldest first."""

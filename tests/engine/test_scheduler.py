@@ -121,6 +121,62 @@ def test_a_known_prefix_is_not_prefilled_again():
     assert same.pages[0] == other.pages[0]
 
 
+def run(queue, dispatches=40):
+    """Plans, read as they are made, until nobody reads a prompt; pieces by request, in order."""
+    pieces = []
+    for _ in range(dispatches):
+        plan = queue.plan()
+        for one in plan.sequences if plan else ():
+            one.in_flight = 0
+        pieces.append([(p.sequence.arrival, p.start) for p in plan.pieces] if plan else [])
+        if not queue.waiting and not pieces[-1]:
+            return pieces[:-1]
+    raise AssertionError("somebody waits for ever")
+
+
+def test_a_prefix_that_an_older_request_is_reading_is_waited_for():
+    queue = scheduler(pages=24)
+    text = list(range(16))
+    for index, tail in enumerate(([40, 41], [42, 43], [44, 45])):
+        queue.add(sequence(index, [*text, *tail]))
+    queue.add(sequence(3, [60, 61, 62]))
+    read = run(queue)
+    # four shared pages of two pieces a step, read once, then every request's own rows
+    assert read == [[(0, 0), (0, 4)], [(0, 8), (0, 12)], [(0, 16), (1, 16)], [(2, 16), (3, 0)]]
+    assert queue.reused_rows == 2 * 16
+    assert len({one.pages[3] for one in queue.running[:3]}) == 1
+
+
+def test_a_shorter_prefix_is_waited_for_and_no_longer_than_it_takes():
+    queue = scheduler(pages=24)
+    queue.add(sequence(0, range(20)))
+    queue.add(sequence(1, [*range(4), *range(30, 35)]))
+    read = run(queue)
+    # one plan for the page that both begin with; the rest of the longer prompt is not waited for
+    assert read[0] == [(0, 0), (0, 4)]
+    assert [request for dispatch in read for request, _ in dispatch].count(1) == 1
+    assert queue.reused_rows == 4
+
+
+def test_nobody_waits_for_a_prefix_whose_reader_has_gone():
+    queue = scheduler(pages=24, pieces=1)
+    first, second = (sequence(index, range(12)) for index in range(2))
+    queue.add(first)
+    queue.add(second)
+    assert [piece.sequence for piece in queue.plan().pieces] == [first]
+    queue.leave(first)
+    first.stage = Stage.DONE
+    (piece,) = queue.plan().pieces
+    assert (piece.sequence, piece.start) == (second, 4)
+
+
+def test_without_reuse_nobody_waits_for_a_prefix():
+    queue = scheduler(pages=24, pieces=9, prefix_reuse=False)
+    for index in range(2):
+        queue.add(sequence(index, range(9)))
+    assert {piece.sequence.arrival for piece in queue.plan().pieces} == {0, 1}
+
+
 def test_reuse_can_be_switched_off():
     queue = scheduler(pieces=9, prefix_reuse=False)
     for index in range(2):
