@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dspark_jax.engine.answer import absorb, answer, complete, show
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
+from dspark_jax.engine.lanes import Report
 from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
 from dspark_jax.engine.scheduler import Scheduler
@@ -127,6 +129,8 @@ class Engine:
         self._unclaimed: dict[int, Completion] = {}
         self._arrivals = 0
         self._told: set[str] = set()
+        self._stepping = False
+        self._failure: BaseException | None = None
 
     @property
     def busy(self) -> bool:
@@ -190,19 +194,24 @@ class Engine:
         """
         if cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_dir))
-        self._programs.warm_up(params or (SamplingParams(),), progress)
+        self._check_usable()
+        self._check_between_steps()
+        with self._vital(KeyboardInterrupt):
+            self._programs.warm_up(params or (SamplingParams(),), progress)
 
     def add(self, request: Request, *, on_text: Callable[[str], None] | None = None) -> int:
         """Let a request join as soon as there is room; the number that names it from now on.
 
         Args:
             on_text: called with pieces of the answer's text as they become certain; it may
-                `abort`. What it raises comes out of `step` when all answers are up to date, and
-                the request goes on; answers that ended then come with the next `step`.
+                `add` and `abort`. What it raises comes out of `step` when all answers are up to
+                date, and the request goes on; answers that ended then come with the next `step`.
 
         Raises:
             ValueError: a request that cannot be answered.
+            RuntimeError: the engine has failed in an earlier step.
         """
+        self._check_usable()
         index = self._arrivals
         job = make_job(
             index,
@@ -236,22 +245,25 @@ class Engine:
         return self._served(sequence, complete(sequence, sequence.tokens, shown, "abort"))
 
     def step(self) -> dict[int, Completion]:
-        """Dispatch a step, or several, and read the ones before; the answers that ended there."""
-        plan = self._scheduler.plan()
-        if plan is not None:
-            sent = self._metrics.clock()
-            flight = self._programs.dispatch(plan)
-            flight.sent = sent
-            for sequence in plan.sequences:
-                self._metrics.joined(sequence, sent)
-            self._flights.append(flight)
-            if not self.config.overlap:
-                flight.wait(self._metrics.clock)
-        # Without a new dispatch the oldest one has to be read, or nothing would ever change.
-        while len(self._flights) > (plan is not None):
-            self._settle(self._flights.popleft())
-            if plan is None:
-                break
+        """Dispatch a step, or several, and read the ones before; the answers that ended there.
+
+        An error on the device, out of memory for one, comes out of here. What requests had there is
+        lost with it, so nothing but `abort` and `figures` works afterwards. Ctrl-C while a
+        dispatch is waited for loses nothing.
+
+        Raises:
+            RuntimeError: an earlier step has failed, or one is running: this was called from an
+                ``on_text`` callback.
+        """
+        self._check_usable()
+        self._check_between_steps()
+        self._stepping = True
+        try:
+            failures = self._advance()
+        finally:
+            self._stepping = False
+        if failures:
+            raise failures[0]
         ended, self._unclaimed = self._unclaimed, {}
         return ended
 
@@ -263,7 +275,10 @@ class Engine:
 
         Raises:
             ValueError: a request that cannot be answered; none of them has been started.
+            RuntimeError: as `step`; none of them has been started.
         """
+        self._check_usable()
+        self._check_between_steps()
         wanted = list(requests)
         mine: list[int] = []
         try:
@@ -281,10 +296,35 @@ class Engine:
             self._unclaimed |= found
         return [self._unclaimed.pop(index) for index in mine]
 
-    def _settle(self, flight: Flight) -> None:
-        """Read a dispatch and take over what it did to requests that still want it."""
-        report = flight.read(self._metrics.clock)
-        failures: list[Exception] = []
+    def _advance(self) -> list[BaseException]:
+        """A step; what callbacks raised."""
+        clock = self._metrics.clock
+        with self._vital():
+            plan = self._scheduler.plan()
+            if plan is not None:
+                sent = clock()
+                flight = self._programs.dispatch(plan)
+                flight.sent = sent
+                for sequence in plan.sequences:
+                    self._metrics.joined(sequence, sent)
+                self._flights.append(flight)
+        if plan is not None and not self.config.overlap:
+            with self._vital(KeyboardInterrupt):
+                self._flights[-1].wait(clock)
+        failures: list[BaseException] = []
+        # Without a new dispatch the oldest one has to be read, or nothing would ever change.
+        while not failures and len(self._flights) > (plan is not None):
+            with self._vital(KeyboardInterrupt):
+                report = self._flights[0].read(clock)
+            with self._vital():
+                failures = self._settle(self._flights.popleft(), report)
+            if plan is None:
+                break
+        return failures
+
+    def _settle(self, flight: Flight, report: Report) -> list[BaseException]:
+        """Take over what a dispatch did to requests that still want it; what callbacks raised."""
+        failures: list[BaseException] = []
         self._metrics.read(flight, report)
         for sequence, lane in flight.lanes:
             sequence.in_flight -= flight.plan.steps
@@ -300,10 +340,34 @@ class Engine:
                 self._unclaimed[sequence.arrival] = self._served(sequence, completion)
             try:
                 show(sequence, completion)
-            except Exception as failure:  # of a callback, which must not cost others their tokens
+            except BaseException as failure:  # which must not cost others their tokens
                 failures.append(failure)
-        if failures:
-            raise failures[0]
+        return failures
+
+    @contextlib.contextmanager
+    def _vital(self, *harmless: type[BaseException]) -> Iterator[None]:
+        """After an error in here, other than ``harmless``, host and device no longer agree."""
+        try:
+            yield
+        except harmless:
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"this engine has failed in an earlier step with {type(self._failure).__name__}: "
+                f"{self._failure}; what its requests had on the device is lost: make a new one"
+            ) from self._failure
+
+    def _check_between_steps(self) -> None:
+        if self._stepping:
+            raise RuntimeError(
+                "a step is running: on_text callbacks may add and abort requests, but step or "
+                "generate only after they have returned"
+            )
 
     def _find(self, index: int) -> Sequence:
         if index not in self._live:

@@ -72,6 +72,7 @@ def test_a_row_count_of_several_tiers_is_timed_with_the_requests_of_each(monkeyp
         return [1.0]
 
     monkeypatch.setattr(cost_profile, "_seconds_a_step", note)
+    monkeypatch.setattr(cost_profile, "compile_together", lambda *_: None)
     config = dataclasses.replace(
         CONFIG, max_requests=4, batch_tiers=(2, 4), max_batched_tokens=4 * (BLOCK + 1) + 16
     )

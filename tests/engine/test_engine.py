@@ -11,6 +11,8 @@ import pytest
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.engine.engine import Engine
+from dspark_jax.engine.figures import as_json
+from dspark_jax.engine.programs import Flight
 from dspark_jax.schedule.cost import no_costs
 from dspark_jax.testing.markov import MarkovTargetConfig
 from tests.engine.small import BLOCK, DRAFTER, SMALL, STOP, TARGET, VOCAB
@@ -154,10 +156,43 @@ def test_tokens_do_not_depend_on_overlap(compact):
     assert len(set(windows)) > 2
 
 
-def test_a_mixed_workload_traces_nothing_and_moves_nothing_unasked_after_warm_up(engine):
-    requests = random_requests(30, seed=5) + random_requests(30, seed=6, temperature=0.7)
+def test_500_mixed_requests_trace_nothing_and_move_nothing_unasked_after_warm_up(
+    compact, monkeypatch
+):
+    plain = Flight.wait
+
+    def wait(flight, clock):
+        plain(flight, clock)
+        flight.waited = True  # however slow the host was: tables are to be corrected
+
+    monkeypatch.setattr(Flight, "wait", wait)
+    engine = compact(correct_costs=True)
+    random = np.random.default_rng(5)
+    asked, found, aborted = {}, {}, set()
+
+    def request(index):
+        # a few long ones come together; the others are read and answered in a step or two
+        prompt_rows, tokens = (30, 25) if index % 100 < 6 else (8, 3)
+        prompt = random.integers(0, VOCAB, random.integers(1, prompt_rows)).tolist()
+        params = {"temperature": 0.7, "seed": index} if index % 2 else {}
+        length = int(random.integers(1, tokens))
+        return Request(prompt, SamplingParams(max_new_tokens=length, **params))
+
     with jax.no_tracing(), jax.transfer_guard("disallow"):
-        assert all(answer.token_ids for answer in engine.generate(requests))
+        for index in range(500):
+            asked[engine.add(request(index))] = index
+            while len(engine._live) > 6:
+                found |= engine.step()
+            if index % 25 == 24:
+                aborted.add(max(engine._live))
+                engine.abort(max(engine._live))
+        found |= drain(engine)
+    assert found.keys() == asked.keys() - aborted
+    assert all(answer.token_ids for answer in found.values())
+    assert len(aborted) == 20
+    assert engine.preemptions > 0
+    assert as_json(engine.figures())["cost_factor"], "tables were corrected"
+    assert engine.free_pages == SMALL.pages
 
 
 def test_a_restored_prefix_restores_the_drafters_context(compact, engine):
@@ -249,6 +284,85 @@ def test_a_failing_callback_costs_nobody_a_token_and_another_may_abort(solo):
     assert [one.finish_reason for one in aborted] == ["abort"]
     assert index not in found
     assert engine.free_pages == SMALL.pages
+
+
+def test_a_step_inside_a_callback_is_refused_and_the_step_around_it_goes_on(solo):
+    letters = dataclasses.replace(TARGET, text=Letters())
+    engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"]))
+    prompt = next([token] for token in range(VOCAB) if len(solo([token], 20)) == 20)
+    request = Request(prompt, SamplingParams(max_new_tokens=20))
+    again = {
+        "step": engine.step,
+        "generate": lambda: engine.generate([request]),
+        "warmup": engine.warmup,
+    }
+    for name, call in again.items():
+        said = []
+
+        def from_within(piece, call=call, said=said):
+            if not said:
+                said.append(piece)
+                call()
+
+        index = engine.add(request, on_text=from_within)
+        with pytest.raises(RuntimeError, match="a step is running: on_text callbacks may add"):
+            drain(engine)
+        assert drain(engine)[index].token_ids == solo(prompt, 20), name
+        assert said
+    assert engine.free_pages == SMALL.pages
+
+
+def test_ctrl_c_in_a_callback_or_while_waiting_costs_nobody_a_token(solo, monkeypatch):
+    letters = dataclasses.replace(TARGET, text=Letters())
+    engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"]))
+    requests = random_requests(6, seed=8)
+    plain, moments = Flight.wait, iter(range(1_000))
+
+    def wait(flight, clock):
+        if next(moments) % 3 == 1:
+            raise KeyboardInterrupt
+        plain(flight, clock)
+
+    def interrupted(piece):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Flight, "wait", wait)
+    names = [engine.add(request, on_text=interrupted) for request in requests]
+    found, interrupts = {}, 0
+    for _ in range(500):
+        try:
+            found |= engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 10
+    for name, request in zip(names, requests, strict=True):
+        assert found[name].token_ids == solo(request.prompt, request.params.max_new_tokens)
+
+
+@pytest.mark.parametrize("part", ["dispatch", "read"])
+def test_after_an_error_on_the_device_every_call_names_it(make_engine, monkeypatch, part):
+    engine = make_engine(**MODES["off"])
+    index = engine.add(Request([1], SamplingParams(max_new_tokens=20)))
+    engine.step()
+    place = {"dispatch": (engine._programs, "dispatch"), "read": (Flight, "read")}[part]
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GB")
+
+    monkeypatch.setattr(*place, fail)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        engine.step()
+    monkeypatch.undo()
+    calls = (
+        engine.step,
+        engine.warmup,
+        lambda: engine.add(Request([1])),
+        lambda: engine.generate([]),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"JaxRuntimeError: RESOURCE_EXHAUSTED: 3 GB; .*new"):
+            call()
+    assert engine.abort(index).finish_reason == "abort"
 
 
 class Letters:
