@@ -32,6 +32,21 @@ LAYER_NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 
 
+class _Reader(gguf.GGUFReader):
+    """A reader that cuts fields from a plain view of the file.
+
+    It makes a slice for every entry of a vocabulary, and slices of a memory map are slow to make.
+    """
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._bytes
+
+    @data.setter
+    def data(self, mapped: np.memmap) -> None:
+        self._bytes = mapped.view(np.ndarray)
+
+
 class GgufFile:
     """A GGUF file of a Llama or Qwen3 model.
 
@@ -50,7 +65,7 @@ class GgufFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"no GGUF file at {self.path}")
         try:
-            self._reader = gguf.GGUFReader(self.path)
+            self._reader = _Reader(self.path)
         except (ValueError, IndexError) as error:
             raise ValueError(f"{self.path} is not a readable GGUF file: {error}") from error
         self.architecture = self.metadata("general.architecture")

@@ -28,10 +28,15 @@ def fit(request):
     return FITS[request.param]
 
 
-def test_known_temperatures_are_recovered(fit, synthetic):
-    found = fit(synthetic(TRUE, 60_000))
-    np.testing.assert_allclose(found.temperatures, TRUE, rtol=0.12)
-    assert not found.shrunk.any()
+@pytest.fixture(scope="module")
+def fitted(fit, synthetic):
+    """What a fit makes of many blocks."""
+    return fit(synthetic(TRUE, 60_000))
+
+
+def test_known_temperatures_are_recovered(fitted):
+    np.testing.assert_allclose(fitted.temperatures, TRUE, rtol=0.12)
+    assert not fitted.shrunk.any()
 
 
 def test_a_temperature_of_two_is_recovered_from_twenty_thousand_blocks(synthetic):
@@ -39,10 +44,9 @@ def test_a_temperature_of_two_is_recovered_from_twenty_thousand_blocks(synthetic
     assert 1.8 <= found.temperatures[0] <= 2.2
 
 
-def test_the_calibration_error_falls_at_every_position(fit, synthetic):
-    found = fit(synthetic(TRUE, 60_000))
+def test_the_calibration_error_falls_at_every_position(fitted, synthetic):
     held_out = synthetic(TRUE, 60_000, seed=1)
-    for figures in measure(held_out, found.temperatures):
+    for figures in measure(held_out, fitted.temperatures):
         assert figures.ece_after < 0.015
         assert figures.ece_after <= figures.ece_before + 0.003
 
@@ -100,12 +104,12 @@ def test_labels_of_one_kind_give_temperatures_inside_the_range(fit, accepted):
 
 def test_positions_without_a_label_do_not_move_the_fit(fit, synthetic):
     """Cut blocks are all rejections behind the cut; as labels they would pull down."""
-    whole = synthetic(TRUE, 30_000)
-    extra = synthetic(TRUE, 30_000, seed=2)
+    whole = synthetic(TRUE, 15_000)
+    extra = synthetic(TRUE, 15_000, seed=2)
     cut = VerifiedBlocks(
         np.concatenate([whole.logits, extra.logits]),
         np.concatenate([whole.accepted, np.minimum(extra.accepted, 1)]),
-        np.concatenate([whole.verified, np.ones(30_000, int)]),
+        np.concatenate([whole.verified, np.ones(15_000, int)]),
     )
     np.testing.assert_allclose(fit(cut).temperatures[1:], TRUE[1:], rtol=0.25)
 

@@ -149,12 +149,12 @@ def test_both_families_give_the_plain_tokens(either):
 
 
 def test_a_request_alone_gives_the_plain_tokens(pair):
-    found = decode(pair, "compact", batch=1, count=12)
+    found = decode(pair, "compact", batch=1, count=12, buckets=(8,), caps=(7,))
     same_text(found, pair)
     assert trimmed(found, 7) > 0.1
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 7])
+@pytest.mark.parametrize("depth", [1, 4, 7])
 def test_any_depth_up_to_the_trained_block_gives_the_plain_tokens(pair, depth):
     found = decode(pair, "static", k=depth)
     same_text(found, pair)
@@ -162,7 +162,7 @@ def test_any_depth_up_to_the_trained_block_gives_the_plain_tokens(pair, depth):
 
 
 def test_a_shallow_compact_step_gives_the_plain_tokens(pair):
-    found = decode(pair, "compact", k=3)
+    found = decode(pair, "compact", k=3, buckets=(4 * BATCH,), caps=(3,))
     same_text(found, pair)
     assert trimmed(found, 3) > 0.1
 
@@ -170,7 +170,7 @@ def test_a_shallow_compact_step_gives_the_plain_tokens(pair):
 def test_a_block_of_one_gives_the_plain_tokens(make_pair):
     single = make_pair(num_hidden_layers=1, num_target_layers=1, block_size=1)
     for mode in ("static", "compact"):
-        found = decode(single, mode)
+        found = decode(single, mode, buckets=(2 * BATCH,) if mode == "compact" else ())
         same_text(found, single)
         assert found.windows.max() == 1
         assert found.accepted.any()
@@ -182,7 +182,9 @@ def test_two_runs_are_the_same_to_the_last_count(pair):
 
 
 def test_a_prompt_read_in_chunks_changes_nothing(pair):
-    whole, pieces = decode(pair, "compact"), decode(pair, "compact", chunk=4)
+    whole, pieces = (
+        decode(pair, "compact", policy="causal", chunk=chunk, **WHOLE) for chunk in (256, 4)
+    )
     same_text(pieces, pair)
     np.testing.assert_array_equal(pieces.windows, whole.windows)
     np.testing.assert_array_equal(pieces.accepted, whole.accepted)

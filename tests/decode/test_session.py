@@ -70,7 +70,9 @@ def noisy(seed):
 
 
 def session(pair=True, **options):
+    """One bucket, because every bucket is a program to compile; ``buckets=None`` has them all."""
     options = {"batch": 2, "max_context": CONTEXT, **options}
+    options.setdefault("buckets", (options["batch"] * (BLOCK + 1),))
     return Generator(
         options.pop("target", target()), drafter() if pair is True else pair, **options
     )

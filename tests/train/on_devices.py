@@ -19,8 +19,7 @@ parser.add_argument("--process", type=int, nargs=3)
 parser.add_argument("--vocabulary-rows", type=int)
 arguments = parser.parse_args()
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} "
-    f"--xla_force_host_platform_device_count={arguments.devices}"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={arguments.devices}"
 ).strip()
 
 import jax  # noqa: E402  the flag counts from the first import on
