@@ -23,6 +23,10 @@ class StepConfig:
             calibrated confidence, given all before it, is not above this. Exact: what is verified
             at a position depends on the drafts before it alone.
         lag: age in steps of the confidences that policy "lagged" decides by; at least 1.
+        smoothing: weight of a request's newest confidences against those of its earlier blocks, in
+            what policy "lagged" decides by; 1 takes the newest alone.
+        hysteresis: relative gain in expected throughput below which a batch that drafts goes on
+            and one that does not stays without.
         buckets: ascending token counts of the compact verify batch. The last one holds
             every slot's full window. Empty means that one bucket.
         fill: verify as many drafts more as fit into the bucket that the budget needs, if they have
@@ -43,6 +47,8 @@ class StepConfig:
     policy: Policy = "lagged"
     threshold: float | None = None
     lag: int = 1
+    smoothing: float = 0.5
+    hysteresis: float = 0.02
     buckets: tuple[int, ...] = ()
     fill: bool = False
     walk_caps: tuple[int, ...] = ()
@@ -72,6 +78,10 @@ class StepConfig:
                 f'{self.threshold}; wanted mode "compact", policy "lagged" and no threshold: only '
                 "there the bucket is known before the drafts"
             )
+        if not 0 < self.smoothing <= 1:
+            raise ValueError(f"smoothing is {self.smoothing}; wanted a weight, above 0 and up to 1")
+        if not 0 <= self.hysteresis < 1:
+            raise ValueError(f"hysteresis is {self.hysteresis}; wanted a share, 0 or more, below 1")
         if self.lag < 1:
             raise ValueError(f"lag is {self.lag}; wanted at least 1 step")
         if self.record_confidences and not (self.drafts and self.drafter.enable_confidence_head):

@@ -86,7 +86,7 @@ def depth_caps(caps: tuple[int, ...] | None, depth: int, priced: bool) -> tuple[
                 f"walk_caps are {caps}; wanted increasing depths of 1 or more that end at {depth}"
             )
         return caps
-    return (*(cap for cap in (1, 2, 4) if cap < depth), depth) if priced else (depth,)
+    return (*(cap for cap in (1, 2, 3, 5) if cap < depth), depth) if priced else (depth,)
 
 
 def cache_dtype(target: LoadedTarget) -> Any:
@@ -147,7 +147,10 @@ def tables_for(
     loaded = resolve_calibration(calibration, drafter)
     if isinstance(loaded, Calibration):
         tables = with_calibration(tables, loaded)
-    return dataclasses.replace(tables, temperatures=tables.temperatures[:, : config.depth])
+    depth = config.depth
+    return dataclasses.replace(
+        tables, temperatures=tables.temperatures[:, :depth], walk=tables.walk[:depth]
+    )
 
 
 def tiers_for(

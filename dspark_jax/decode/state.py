@@ -63,7 +63,9 @@ class State(flax.struct.PyTreeNode):
         windows: drafts verified at each step of the request.
         accepted: drafts that the verified rows accepted at that step, committed or not.
         commits: tokens committed at that step.
-        confidences: calibrated confidences of the last ``lag`` steps; 1 in a fresh slot.
+        confidences: what was known of calibrated confidences after each of the last ``lag`` steps;
+            1 in a fresh slot.
+        drafting: whether the last step that might draft did; decides with hysteresis.
         tick: steps of the batch; picks the oldest entry of ``confidences``.
         logprobs: None unless asked for.
         confidence_log: uncalibrated confidence logits of each step of the request, 0 past a
@@ -84,6 +86,7 @@ class State(flax.struct.PyTreeNode):
     accepted: Int[Array, "S M"]
     commits: Int[Array, "S M"]
     confidences: Float[Array, "lag S G"]
+    drafting: Bool[Array, ""]
     tick: Int[Array, ""]
     logprobs: Logprobs | None
     confidence_log: Float[Array, "S M G"] | None = None
@@ -183,6 +186,7 @@ def init_state(
         accepted=ints(slots, max_tokens),
         commits=ints(slots, max_tokens),
         confidences=jnp.ones((config.lag, slots, config.depth), jnp.float32),
+        drafting=jnp.ones((), bool),
         tick=jnp.zeros((), jnp.int32),
         logprobs=logprobs,
         confidence_log=jnp.zeros((slots, max_tokens, config.depth), jnp.float32)

@@ -19,7 +19,7 @@ from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, Logprobs, St
 from dspark_jax.models.ragged import Mixed, Packed, compact, rectangle
 from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budget
 from dspark_jax.schedule.cost import CostTables
-from dspark_jax.schedule.survival import age, calibrate, running_product
+from dspark_jax.schedule.survival import calibrate, remember, running_product
 from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
 from dspark_jax.verify.block_accept import Block, Bounds, follow
 
@@ -92,10 +92,10 @@ def decode_step(
     room = _room(state)
     if config.mode == "off":
         window = jnp.zeros_like(room)
-        drafts, decision, confidences = None, None, state.confidences
+        drafts, decision = None, None
     else:
         valid = jnp.arange(1, config.depth + 1)[None] <= (room - 1)[:, None]
-        drafts, window, decision, confidences = _draft_and_allocate(
+        drafts, window, decision, state = _draft_and_allocate(
             weights, state, tables, keys, valid & state.active[:, None], config
         )
         state = state.replace(confidence_log=_log_confidences(state, drafts))
@@ -106,8 +106,7 @@ def decode_step(
     state, outcome = verify_and_commit(
         weights, state, sampling, keys, drafts, window, room, prompts, config, full
     )
-    state = state.replace(confidences=confidences, tick=state.tick + 1)
-    return state, dataclasses.replace(outcome, decision=decision)
+    return state.replace(tick=state.tick + 1), dataclasses.replace(outcome, decision=decision)
 
 
 def _log_confidences(state: State, drafts: Drafts) -> Float[Array, "S M G"] | None:
@@ -133,8 +132,11 @@ def _draft_and_allocate(
     keys: Array | None,
     valid: Bool[Array, "S G"],
     config: StepConfig,
-) -> tuple[Drafts, Int[Array, "S"], Decision, Array]:
-    """Draft as deep as lagged information asks for, then give each request its window."""
+) -> tuple[Drafts, Int[Array, "S"], Decision, State]:
+    """Draft as deep as lagged information asks for, then give each request its window.
+
+    The state comes back with what later steps decide by.
+    """
     if not config.adaptive or config.threshold is not None:
         drafts = draft(weights, state, keys, config.depth, config=config)
         confidence = None if drafts.confidence is None else _calibrated(drafts, state, tables)
@@ -144,7 +146,7 @@ def _draft_and_allocate(
             wanted = jnp.cumprod(valid & (confidence > config.threshold), axis=1)
         window = wanted.sum(axis=1).astype(jnp.int32)
         decision = Decision(window.sum(), jnp.int32(config.depth), confidence)
-        return drafts, window, decision, state.confidences
+        return drafts, window, decision, state
 
     load = Load(
         sampling=state.active.sum(),
@@ -154,38 +156,43 @@ def _draft_and_allocate(
     )
     newest = state.confidences[(state.tick - 1) % config.lag]
     lagged = running_product(state.confidences[state.tick % config.lag])
-    plan = best_budget(lagged, valid, load, tables)
-    depth = jnp.asarray(config.depth)
-    if config.policy == "lagged":
-        # one deeper than the old windows, so that a request that improves can take more
-        reach = allocate(lagged, valid, plan.budget).max() + 1
-        depth = jnp.minimum(jnp.minimum(reach, plan.budget), config.depth)
-    depth = jnp.where(plan.worthwhile, depth, 0)
-
-    caps = (0, *(config.walk_caps or (config.depth,)))
-    tier = jnp.searchsorted(jnp.asarray(caps), depth)
-    branches = [functools.partial(draft, cap=cap, config=config) for cap in caps]
-    drafts = jax.lax.switch(tier, branches, weights, state, keys)
-    drafted = jnp.arange(1, config.depth + 1)[None] <= jnp.asarray(caps)[tier]
-
-    confidence = _calibrated(drafts, state, tables)
-    current = running_product(confidence)
-    usable = valid & drafted
-    budget = plan.budget
+    depths = config.walk_caps or (config.depth,)
+    plan = best_budget(
+        lagged, valid, load, tables, depths if config.policy == "lagged" else (config.depth,)
+    )
+    # A batch at the point where drafting just pays does not change its mind at every step.
+    edge = jnp.where(state.drafting, 1.0 - config.hysteresis, 1.0 + config.hysteresis)
+    drafting = plan.gain > edge
+    budget, depth = plan.budget, plan.depth
     if config.fill:
         buckets = jnp.asarray(config.buckets or (state.slots * config.width,))
         bucket = jnp.searchsorted(buckets, load.base_tokens + budget)
         budget = buckets[bucket] - load.base_tokens
+        depth = jnp.maximum(depth, allocate(lagged, valid, budget).max())
+    budget, depth = jnp.where(drafting, budget, 0), jnp.where(drafting, depth, 0)
+
+    caps = (0, *depths)
+    tier = jnp.searchsorted(jnp.asarray(caps), depth)
+    branches = [functools.partial(draft, cap=cap, config=config) for cap in caps]
+    drafts = jax.lax.switch(tier, branches, weights, state, keys)
+    depth = jnp.asarray(caps, jnp.int32)[tier]
+    drafted = jnp.arange(1, config.depth + 1)[None] <= depth
+
+    confidence = _calibrated(drafts, state, tables)
+    current = running_product(confidence)
+    usable = valid & drafted
     if config.policy == "causal":
         budget = causal_budget(current, usable, load, tables).budget
     elif config.policy == "fresh":
         budget = best_budget(current, usable, load, tables).budget
     window = allocate(current, usable, budget)
     refreshed = drafted & state.active[:, None]
-    kept = age(jnp.where(refreshed, confidence, newest), refreshed)
-    confidences = state.confidences.at[state.tick % config.lag].set(kept)
-    walked = jnp.asarray(caps, jnp.int32)[tier]
-    return drafts, window, Decision(budget, walked, confidence), confidences
+    kept = remember(confidence, newest, refreshed, config.smoothing)
+    state = state.replace(
+        confidences=state.confidences.at[state.tick % config.lag].set(kept),
+        drafting=jnp.where(valid.any(), drafting, state.drafting),
+    )
+    return drafts, window, Decision(budget, depth, confidence), state
 
 
 def _calibrated(drafts: Drafts, state: State, tables: CostTables) -> Float[Array, "S G"]:
@@ -266,12 +273,13 @@ def _commit(
 ) -> tuple[State, Outcome]:
     """Verify one packed batch, decide what is accepted, write what is committed."""
     target = config.target.family
-    rows = packed if prompts is None else Mixed((packed, prompts))
+    # Prompts first: they come in even numbers of rows, so that what follows stays aligned.
+    rows = packed if prompts is None else Mixed((prompts, packed))
     hidden, taps, cache = target.forward(
         config.target, weights.target, state.cache, rows, taps=config.taps
     )
     if prompts is not None:
-        hidden = hidden[: packed.tokens.shape[0]]
+        hidden = hidden[prompts.tokens.shape[0] :]
     logits = target.unembed(config.target, weights.target, hidden)
     if drafts is None:
         accepted = committed = window
@@ -307,7 +315,7 @@ def _commit(
         kept = packed.within() < jnp.take(count, packed.request, mode="fill", fill_value=0)
         slot = jnp.where(kept, packed.slot_of_row(state.slots), state.slots)
         if prompts is not None:
-            slot = jnp.concatenate([slot, prompts.slot_of_row(state.slots)])
+            slot = jnp.concatenate([prompts.slot_of_row(state.slots), slot])
         context = config.drafter.family.commit_context(
             config.drafter, weights.drafter, state.context, taps, slot, rows.position
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.decode.config import Mode, Policy, StepConfig
 from dspark_jax.decode.request import check_whole
-from dspark_jax.decode.setup import compact_buckets
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
 
@@ -38,13 +37,15 @@ class EngineConfig:
         page_size: rows of a page; a multiple of 64 suits the GPU kernel.
         pages: pages of the pool; None holds the whole context of every request.
         prefix_reuse: keep full pages for later requests whose text begins the same.
-        prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most.
+        prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most, and an
+            even number.
         max_batched_tokens: most rows of a step: full windows of all requests, and as many pieces
             of prompts as fit beside them. None takes 256 rows of prompts.
         batch_tiers: increasing request counts that a step is compiled for, up to
             ``max_requests``; None takes powers of four.
         token_tiers: increasing row counts that a compact step is compiled for, beside full windows;
-            None takes a quarter and a half of those, and every anchor alone.
+            None takes every anchor alone and 2, 3, 4 and 6 eighths of full windows. With a cost
+            table, those that save next to nothing are left out.
         fill: verify as many drafts more as a step's compiled row count has room for.
         context_tiers: increasing row counts that attention is compiled for, beside
             ``max_context``: a step whose texts are all shorter reads no more than that.
@@ -112,7 +113,8 @@ class EngineConfig:
             return step
         full = batch * step.width
         if self.token_tiers is None:
-            buckets = compact_buckets(None, batch, step.width)
+            eighths = {full * part // 8 for part in (2, 3, 4, 6, 8)}
+            buckets = tuple(sorted({rows for rows in eighths if rows > batch} | {batch}))
         else:
             buckets = (*(rows for rows in self.token_tiers if batch <= rows < full), full)
         return dataclasses.replace(step, buckets=buckets)
@@ -162,6 +164,16 @@ class EngineConfig:
 def piece_tiers(most: int) -> tuple[int, ...]:
     """Pieces of prompts that a step is compiled for, which may carry ``most``."""
     return tuple(sorted({1, most}))
+
+
+def check_prompt_width(width: int, backend: str) -> None:
+    """Refuse pieces of prompts behind which windows would begin off the kernels' alignment.
+
+    Raises:
+        ValueError: an odd width on a GPU.
+    """
+    if backend == "gpu" and width % 2:
+        raise ValueError(f"prompt_width is {width}; wanted an even number on a GPU")
 
 
 def _increasing(values: tuple[int, ...]) -> bool:

@@ -83,7 +83,7 @@ class CostCorrection:
         share = parts / parts.sum()
         evidence = np.clip(np.log(seconds / parts.sum()), -CLIP, CLIP)
         alike = TRUST / (TRUST + found.seen)
-        moves = np.where(share > 0, share + (1 - share) * alike, 0.0)
+        moves = share + (1 - share) * alike
         # The prediction moves as far as the evidence says, and with it what is not told apart.
         moves = np.where(share > 0, moves / (share @ moves), alike)
         found.log += RATE * evidence * moves

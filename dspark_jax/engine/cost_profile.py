@@ -28,7 +28,7 @@ from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft, no_drafts
 from dspark_jax.decode.request import MAX_STOP_IDS
-from dspark_jax.decode.setup import cache_dtype, context_limit
+from dspark_jax.decode.setup import cache_dtype, context_limit, depth_caps
 from dspark_jax.decode.state import RUNNING, State
 from dspark_jax.decode.step import Weights, verify_and_commit
 from dspark_jax.engine import lanes
@@ -88,14 +88,14 @@ def _verify(
     return jax.lax.fori_loop(0, steps, one, state)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
-def _draft(weights: Weights, state: State, steps: Any, *, config: StepConfig) -> State:
-    """``steps`` full blocks, each from the last token of the one before."""
+@functools.partial(jax.jit, static_argnames=("config", "depth"), donate_argnums=1)
+def _draft(weights: Weights, state: State, steps: Any, *, config: StepConfig, depth: int) -> State:
+    """``steps`` blocks walked to ``depth``, each from the last token of the one before."""
 
     def one(_: Any, state: State) -> State:
         keys = noise.step_keys(state.requests.seed, state.steps) if config.sampled else None
-        drafts = draft(weights, state, keys, config.depth, config=config)
-        return state.replace(anchor=drafts.tokens[:, -1], steps=state.steps + 1)
+        drafts = draft(weights, state, keys, depth, config=config)
+        return state.replace(anchor=drafts.tokens[:, depth - 1], steps=state.steps + 1)
 
     return jax.lax.fori_loop(0, steps, one, state)
 
@@ -126,17 +126,17 @@ def profile(
     context = context_limit(target.config, config.max_context)
     longest = context - step.width
     prompts = piece_tiers(config.pieces(step.width))
+    depths = depth_caps(None, step.depth, priced=True)
     weights = Weights(target.weights, drafter.weights)
     samples: list[dict[str, Any]] = []
 
-    def program(
-        kind: str, batch: int, bucket: int = 0, pieces: int = 0
-    ) -> tuple[Any, dict[str, Any]]:
-        """Drafts, or a bucket beside prompts: a function of weights, state and keywords."""
-        arm = dataclasses.replace(step, sampled=temperature > 0, filtered=False, buckets=(bucket,))
+    def program(kind: str, batch: int, size: int, pieces: int = 0) -> tuple[Any, dict[str, Any]]:
+        """Drafts to a depth, or a bucket beside prompts: a function of weights and state."""
+        arm = dataclasses.replace(step, sampled=temperature > 0, filtered=False)
         if kind == "draft":
-            return _draft, {"config": dataclasses.replace(arm, buckets=())}
-        window = jnp.asarray([len(part) - 1 for part in np.array_split(range(bucket), batch)])
+            return _draft, {"config": arm, "depth": size}
+        arm = dataclasses.replace(arm, buckets=(size,))
+        window = jnp.asarray([len(part) - 1 for part in np.array_split(range(size), batch)])
         return _verify, {
             "window": window.astype(jnp.int32),
             "config": arm,
@@ -146,13 +146,13 @@ def profile(
     def occupied(batch: int, total: int) -> State:
         return _occupied(target, step, config, context, batch, total, temperature)
 
-    def timed(kind: str, batch: int, total: int, bucket: int = 0, pieces: int = 0) -> float:
+    def timed(kind: str, batch: int, total: int, size: int, pieces: int = 0) -> float:
         """Median seconds at ``total`` live rows."""
-        run, given = program(kind, batch, bucket, pieces)
+        run, given = program(kind, batch, size, pieces)
         seconds = _seconds_a_step(
             lambda state, n: run(weights, state, steps=n, **given), occupied(batch, total)
         )
-        size = batch if kind == "draft" else bucket + pieces * config.prompt_width
+        size += pieces * config.prompt_width
         samples.append(
             {"kind": kind, "requests": batch, "size": size, "rows": total, "seconds": seconds}
         )
@@ -169,12 +169,13 @@ def profile(
     def lowered() -> Iterator[jax.stages.Lowered]:
         for batch, sizes, _ in plans:
             state = jax.eval_shape(lambda batch=batch: occupied(batch, 1))
-            for kind, *size in (("draft",), *(("verify", *size) for size in sizes)):
+            drafting = (("draft", depth) for depth in depths)
+            for kind, *size in (*drafting, *(("verify", *size) for size in sizes)):
                 run, given = program(kind, batch, *size)
                 yield run.lower(weights, state, steps=jnp.int32(1), **given)
 
     compile_together(lowered(), progress)
-    count = sum((len(sizes) + 1) * len(contexts) for _, sizes, contexts in plans)
+    count = sum((len(sizes) + len(depths)) * len(contexts) for _, sizes, contexts in plans)
     tiers = []
     with Progress(disable=not progress) as bar:
         task = bar.add_task("timing", total=count)
@@ -187,13 +188,16 @@ def profile(
         for batch, sizes, contexts in plans:
             rows = [bucket + pieces * config.prompt_width for bucket, pieces in sizes]
             verify = [by_context("verify", batch, contexts, *size) for size in sizes]
+            *short, full = (by_context("draft", batch, contexts, depth) for depth in depths)
+            shares = [sum(seconds) / sum(full) for seconds in short]
             tiers.append(
                 {
                     "requests": batch,
                     "contexts": contexts,
                     "largest_bucket": batch * step.width,
                     "verify": {"tokens": rows, "seconds": verify},
-                    "draft": by_context("draft", batch, contexts),
+                    "draft": full,
+                    "walk": {"depths": depths[:-1], "shares": shares},
                 }
             )
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,7 @@ from dspark_jax.decode.setup import (
 from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
 from dspark_jax.engine.answer import absorb, answer, complete, show
-from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.config import EngineConfig, check_prompt_width
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
 from dspark_jax.engine.lanes import Report
@@ -38,7 +39,7 @@ from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
-from dspark_jax.schedule.cost import CostTables
+from dspark_jax.schedule.cost import CostTables, paying_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +79,24 @@ class Engine:
         if step.adaptive and config.cost_table is None and config.threshold is None:
             logger.warning("no cost table: every drafted token is verified")
         self.step_config = step
+        check_prompt_width(config.prompt_width, jax.default_backend())
 
-        def tables(batch: int, prompt_rows: int) -> CostTables:
+        @functools.cache
+        def buckets(batch: int) -> tuple[int, ...]:
+            every = config.stepping(step, batch)
+            if step.mode != "compact" or not isinstance(config.cost_table, str | Path):
+                return every.buckets
+            return paying_buckets(every.buckets, tables(batch, 0, every))
+
+        def stepping(step: StepConfig, batch: int) -> StepConfig:
+            return dataclasses.replace(step, buckets=buckets(batch))
+
+        def tables(batch: int, prompt_rows: int, tier: StepConfig | None = None) -> CostTables:
             given = config.cost_table
             return tables_for(
                 target,
                 drafter,
-                config.stepping(step, batch),
+                tier or stepping(step, batch),
                 given,
                 self._calibration,
                 # tables in memory cover the whole engine, and so every part of it
@@ -96,7 +108,7 @@ class Engine:
         self._programs = Programs(
             weights=Weights(target.weights, None if drafter is None else drafter.weights),
             config=step,
-            stepping=config.stepping,
+            stepping=stepping,
             tables=tables,
             pool=pool,
             batches=config.batches(),
@@ -120,7 +132,7 @@ class Engine:
         if config.correct_costs and step.mode == "compact" and step.threshold is None:
             self._correction = CostCorrection(
                 lambda: self._programs.costs,
-                lambda lanes: config.stepping(step, lanes).buckets,
+                buckets,
                 self._programs.reprice,
             )
         self.reset_metrics()
@@ -160,7 +172,7 @@ class Engine:
         """Measure from here on, as after a warm-up."""
         self._metrics = Metrics(
             self.step_config,
-            self.config.stepping,
+            self._programs.stepping,
             lambda: self._programs.costs,
             self._scheduler,
             self._correction,

@@ -226,6 +226,7 @@ class Metrics:
             verify[buckets.index(bucket)] += predicted
             if depth[step]:
                 drafted = np.interp(contexts[step], tables.contexts, tables.draft[:, batch])
+                drafted *= tables.walk[depth[step] - 1]
                 draft += drafted
                 predicted += drafted
             self._sums["predicted_steps"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -32,13 +33,16 @@ class Budget:
 
     Attributes:
         budget: drafted tokens to verify over the whole batch.
+        depth: drafts of a block that are walked for it.
         throughput: expected tokens per second at that budget (the scale is 1 without a table).
-        worthwhile: drafting beats a step without drafts.
+        gain: that throughput over that of a step without drafts; infinite without a table, and 0
+            where nothing may be drafted.
     """
 
     budget: Int[Array, ""]
+    depth: Int[Array, ""]
     throughput: Float[Array, ""]
-    worthwhile: Bool[Array, ""]
+    gain: Float[Array, ""]
 
 
 def at_context(table: Float[Array, "C X"], tables: CostTables, rows: Array) -> Float[Array, "X"]:
@@ -64,14 +68,36 @@ def expected_throughput(
 
     θ(B) = (N + Σ_{i≤B} a_(i)) / (draft_cost(requests, rows) + verify_cost(N₀ + B, rows)).
     """
+    return _by_depth(survival, valid, load, tables, (survival.shape[1],))[0][0]
+
+
+def _by_depth(
+    survival: Float[Array, "S G"],
+    valid: Bool[Array, "S G"],
+    load: Load,
+    tables: CostTables,
+    depths: tuple[int, ...],
+) -> tuple[Float[Array, "D SG+1"], Int[Array, "D SG+1"]]:
+    """θ of blocks walked to each of ``depths``, and the budget that each entry belongs to.
+
+    All slots are sorted once. Those beyond a depth are passed over there: they hold -inf.
+    """
+    position = jnp.arange(1, survival.shape[1] + 1, dtype=jnp.int32)
+    position = jnp.broadcast_to(position, survival.shape).reshape(-1)
     key = jnp.where(valid, survival, -1.0).reshape(-1)
-    ordered = jnp.maximum(jnp.sort(key, descending=True), 0.0)
-    gained = jnp.concatenate([jnp.zeros(1, jnp.float32), jnp.cumsum(ordered)])
-    budgets = jnp.arange(gained.shape[0], dtype=jnp.int32)
+    ordered, position = jax.lax.sort((-key, position), num_keys=1)
+    walked = position <= jnp.asarray(depths)[:, None]
+    real = walked & (ordered <= 0)
+    budgets = jnp.pad(jnp.cumsum(real, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    gained = jnp.pad(jnp.cumsum(jnp.where(real, -ordered, 0.0), axis=1), ((0, 0), (1, 0)))
     verify = at_context(tables.verify, tables, load.cache_rows)
-    draft = at_context(tables.draft, tables, load.cache_rows)
-    seconds = draft[load.draft_requests] + jnp.take(verify, load.base_tokens + budgets, mode="clip")
-    return jnp.where(budgets <= valid.sum(), (load.sampling + gained) / seconds, -jnp.inf)
+    draft = at_context(tables.draft, tables, load.cache_rows)[load.draft_requests]
+    shares = tables.walk[jnp.asarray(depths) - 1][:, None]
+    seconds = draft * shares + jnp.take(verify, load.base_tokens + budgets, mode="clip")
+    throughput = (load.sampling + gained) / seconds
+    return jnp.where(jnp.pad(real, ((0, 0), (1, 0)), constant_values=True), throughput, -jnp.inf), (
+        budgets
+    )
 
 
 def undrafted_throughput(load: Load, tables: CostTables) -> Float[Array, ""]:
@@ -85,15 +111,22 @@ def best_budget(
     valid: Bool[Array, "S G"],
     load: Load,
     tables: CostTables,
+    depths: tuple[int, ...] = (),
 ) -> Budget:
-    """The budget of highest expected throughput, the smallest among equals.
+    """The depth and budget of highest expected throughput, the smallest among equals.
 
     The policy is in the survivals. ``lagged`` passes those of a step at least one older: exact.
     ``fresh`` passes this step's: biased, because the budget then depends on the very tokens it
     decides about (DSpark paper, appendix A). Without a cost table every valid slot is verified.
+    ``depths`` are those a block can be walked to; the full block alone when empty.
     """
-    theta = expected_throughput(survival, valid, load, tables)
-    return _outcome(jnp.argmax(theta), theta, valid, load, tables)
+    depths = depths or (survival.shape[1],)
+    theta, budgets = _by_depth(survival, valid, load, tables, depths)
+    chosen = jnp.argmax(theta)
+    depth = jnp.asarray(depths, jnp.int32)[chosen // theta.shape[1]]
+    return _outcome(
+        budgets.reshape(-1)[chosen], depth, theta.reshape(-1)[chosen], valid, load, tables
+    )
 
 
 def causal_budget(
@@ -110,18 +143,26 @@ def causal_budget(
     """
     theta = expected_throughput(survival, valid, load, tables)
     raises = (theta[1:] > theta[:-1]).astype(jnp.int32)
-    return _outcome(jnp.cumprod(raises).sum(), theta, valid, load, tables)
+    chosen = jnp.cumprod(raises).sum()
+    depth = jnp.asarray(survival.shape[1], jnp.int32)
+    return _outcome(chosen, depth, theta[chosen], valid, load, tables)
 
 
 def _outcome(
-    chosen: Array, theta: Array, valid: Bool[Array, "S G"], load: Load, tables: CostTables
+    budget: Array,
+    depth: Array,
+    throughput: Array,
+    valid: Bool[Array, "S G"],
+    load: Load,
+    tables: CostTables,
 ) -> Budget:
-    budget = jnp.where(tables.known, chosen, valid.sum()).astype(jnp.int32)
-    worthwhile = theta[budget] > undrafted_throughput(load, tables)
+    gain = throughput / undrafted_throughput(load, tables)
+    known = tables.known
     return Budget(
-        budget=budget,
-        throughput=theta[budget],
-        worthwhile=(worthwhile | ~tables.known) & valid.any(),
+        budget=jnp.where(known, budget, valid.sum()).astype(jnp.int32),
+        depth=jnp.where(known, depth, valid.shape[1]),
+        throughput=jnp.where(known, throughput, load.sampling + valid.sum()),
+        gain=jnp.where(valid.any(), jnp.where(known, gain, jnp.inf), 0.0),
     )
 
 

@@ -6,13 +6,14 @@ The file is JSON::
      "tiers": [
        {"requests": 1, "contexts": [0, 4096], "largest_bucket": 8,
         "verify": {"tokens": [1, 8, 24], "seconds": [[1e-3, 2e-3], [2e-3, 3e-3], [3e-3, 4e-3]]},
-        "draft": [1e-3, 1e-3]},
+        "draft": [1e-3, 1e-3], "walk": {"depths": [1, 4], "shares": [0.4, 0.7]}},
        {"requests": 16, ...}]}
 
 A tier holds the steps of up to so many requests: sixty-four rows of eight requests do not cost
 what sixty-four of sixty-four cost. ``contexts`` counts live cache rows over the whole step;
 ``seconds[i][c]`` belongs to size i and context c. ``largest_bucket`` is the largest size that a
-step is padded up to; larger sizes were timed as they are.
+step is padded up to; larger sizes were timed as they are. ``draft`` is of full blocks; ``walk``
+says what share of it a block takes that is walked less deep, and may be missing.
 
 Without ``tiers``, ``contexts``, ``verify``, ``largest_bucket`` and ``"draft": {"requests": [1, 8],
 "seconds": ...}`` stand in their place and hold for any number of requests. SGLang's floor-probe
@@ -33,6 +34,9 @@ from jaxtyping import Array, Bool, Float
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.json_file import read_object
 
+LEAST_SAVING = 0.03
+"""Share of a verification that a smaller bucket has to save to be worth having."""
+
 
 @flax.struct.dataclass
 class CostTables:
@@ -40,7 +44,8 @@ class CostTables:
 
     Attributes:
         verify: ``[C, S(G+1)+1]`` seconds to verify 0, 1, ... tokens at each context.
-        draft: ``[C, S+1]`` seconds to draft for 0, 1, ... requests at each context.
+        draft: ``[C, S+1]`` seconds to draft full blocks for 0, 1, ... requests at each context.
+        walk: ``[G]`` share of those seconds that a block walked to depth 1, 2, ... takes.
         contexts: ``[C]`` live cache rows over the whole step, increasing.
         known: False when no table was given; then budgets are not searched.
         temperatures: ``[M, G]`` STS temperatures, one row a sampling temperature.
@@ -49,6 +54,7 @@ class CostTables:
 
     verify: Float[Array, "C X"]
     draft: Float[Array, "C R"]
+    walk: Float[Array, "G"]
     contexts: Float[Array, "C"]
     known: Bool[Array, ""]
     temperatures: Float[Array, "M G"]
@@ -103,13 +109,25 @@ class TierCosts:
         requests: lanes the steps were timed with.
         contexts: ``[C]`` live cache rows over the whole step, increasing.
         verify: by rows.
-        draft: by requests.
+        draft: of full blocks, by requests.
+        walk: depths below the full block and the share of ``draft`` that they take; None when
+            that has not been measured.
     """
 
     requests: int | None
     contexts: np.ndarray
     verify: MeasuredCosts
     draft: MeasuredCosts
+    walk: tuple[np.ndarray, np.ndarray] | None = None
+
+    def walk_shares(self, block_size: int) -> np.ndarray:
+        """``[G]`` share of a full block's seconds at every depth, linear between those measured."""
+        if self.walk is None:
+            return np.ones(block_size)
+        depths, shares = self.walk
+        shares = np.minimum(np.maximum.accumulate(shares), 1.0)
+        every = np.arange(1, block_size + 1)
+        return np.interp(every, [*depths, block_size], [*shares, 1.0])
 
 
 def no_costs(slots: int, block_size: int) -> CostTables:
@@ -117,6 +135,7 @@ def no_costs(slots: int, block_size: int) -> CostTables:
     return CostTables(
         verify=jnp.ones((1, slots * (block_size + 1) + 1), jnp.float32),
         draft=jnp.zeros((1, slots + 1), jnp.float32),
+        walk=jnp.ones(block_size, jnp.float32),
         contexts=jnp.zeros(1, jnp.float32),
         known=jnp.asarray(False),
         temperatures=jnp.ones((1, block_size), jnp.float32),
@@ -161,6 +180,7 @@ def load_costs(
         no_costs(slots, block_size),
         verify=jnp.asarray(verify, jnp.float32),
         draft=jnp.asarray(tier.draft.at(np.arange(slots + 1)), jnp.float32),
+        walk=jnp.asarray(tier.walk_shares(block_size), jnp.float32),
         contexts=jnp.asarray(tier.contexts, jnp.float32),
         known=jnp.asarray(True),
     )
@@ -200,6 +220,20 @@ def read_tiers(
     return tuple(_tier(one, int(count), path) for one, count in zip(tiers, counts, strict=True))
 
 
+def paying_buckets(buckets: tuple[int, ...], tables: CostTables) -> tuple[int, ...]:
+    """The increasing ``buckets`` without those that save next to nothing; the largest stays.
+
+    A step chooses among its buckets on the device, which costs time as well, and every one of
+    them is compiled. A bucket stays if at some context it saves `LEAST_SAVING` of the next kept.
+    """
+    verify = np.asarray(tables.verify)
+    kept = [buckets[-1]]
+    for bucket in reversed(buckets[:-1]):
+        if (1 - verify[:, bucket] / verify[:, kept[0]]).max() >= LEAST_SAVING:
+            kept.insert(0, bucket)
+    return tuple(kept)
+
+
 def with_calibration(tables: CostTables, calibration: Calibration) -> CostTables:
     """``tables`` with the STS temperatures of a calibration file.
 
@@ -236,9 +270,16 @@ def _tier(data: dict[str, Any], requests: int, path: str | Path) -> TierCosts:
     contexts = _increasing(_field(data, "contexts", path), "contexts", path, least=0)
     draft = _seconds([_field(data, "draft", path)], "draft", (1, len(contexts)), path)
     verify = _verification(data, len(contexts), path)
-    return TierCosts(
-        requests, contexts, verify, MeasuredCosts(np.array([requests]), draft, requests)
-    )
+    drafting = MeasuredCosts(np.array([requests]), draft, requests)
+    return TierCosts(requests, contexts, verify, drafting, _walk(data, path))
+
+
+def _walk(data: dict[str, Any], path: str | Path) -> tuple[np.ndarray, np.ndarray] | None:
+    if "walk" not in data:
+        return None
+    depths = _increasing(_field(data["walk"], "depths", path), "walk.depths", path)
+    shares = _field(data["walk"], "shares", path)
+    return depths, _seconds([shares], "walk.shares", (1, len(depths)), path)[0]
 
 
 def _verification(data: dict[str, Any], contexts: int, path: str | Path) -> MeasuredCosts:

@@ -44,12 +44,20 @@ def survival(
     return running_product(calibrate(confidence_logits, temperatures))
 
 
-def age(confidence: Float[Array, "S G"], refreshed: Bool[Array, "S G"]) -> Float[Array, "S G"]:
-    """Confidences that this step did not measure drift toward 1.
+def remember(
+    confidence: Float[Array, "S G"],
+    known: Float[Array, "S G"],
+    refreshed: Bool[Array, "S G"],
+    smoothing: float,
+) -> Float[Array, "S G"]:
+    """What is known of a request's confidences after one more step; decides later budgets.
 
-    A position that no step drafts would otherwise keep its last bad value for ever. With the
-    rate of 1/32 a step half of the distrust is gone after 22 steps, so it is probed again.
-    The drift knows nothing of draft tokens, so every policy stays as exact as it was.
+    One block says little of the next: a running mean, with weight ``smoothing`` for the newest,
+    foretells its survivals better. Confidences that this step did not measure drift toward 1: a
+    position that no step drafts would otherwise keep its last bad value for ever. With the rate of
+    1/32 a step half of the distrust is gone after 22 steps, so it is probed again. The drift
+    knows nothing of draft tokens, so every policy stays as exact as it was.
     """
     confidence = jnp.where(jnp.isnan(confidence), 0.0, confidence)
-    return jnp.where(refreshed, confidence, confidence + AGING_RATE * (1.0 - confidence))
+    mixed = known + smoothing * (confidence - known)
+    return jnp.where(refreshed, mixed, known + AGING_RATE * (1.0 - known))

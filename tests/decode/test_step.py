@@ -268,7 +268,7 @@ def watched(confidence, mode="compact", buckets=(4, 8, 20), **changes):
         walk_caps=(1, 2, 4),
         sampled=False,
         filtered=False,
-        **changes,
+        **{"smoothing": 1.0, **changes},
     )
     table = 20.0 * jnp.roll(jnp.eye(8), 1, axis=1)
     weights = Weights(
@@ -395,3 +395,23 @@ def test_a_draining_batch_ends_and_accepts_like_the_full_block():
     share = (a + b) / (n + m)
     sigma = np.sqrt(share * (1 - share) * (1 / n + 1 / m))
     assert (np.abs(a / n - b / m) < 3 * sigma).all()
+
+
+def test_a_batch_at_the_edge_of_what_pays_does_not_change_its_mind():
+    weights, state, tables, config = watched(0.0, hysteresis=0.1)
+    # a draft in every block is worth 4 * 1.5 / (draft + 1.8); none is worth 4 / 1.4
+    even = 6.0 * 1.4 / 4.0 - 1.8
+    settled = state.replace(confidences=jnp.full_like(state.confidences, 0.5))
+
+    def drafts(drafting, gain):
+        price = tables.replace(
+            draft=jnp.full_like(tables.draft, even / gain + 1.8 / gain - 1.8),
+            walk=jnp.asarray([1.0, 9.0, 9.0, 9.0]),
+        )
+        now = settled.replace(drafting=jnp.asarray(drafting))
+        return int(step(weights, now, price, config=config)[1].decision.depth) > 0
+
+    assert [drafts(was, 0.95) for was in (False, True)] == [False, True]
+    assert [drafts(was, 1.05) for was in (False, True)] == [False, True]
+    assert [drafts(was, 0.85) for was in (False, True)] == [False, False]
+    assert [drafts(was, 1.15) for was in (False, True)] == [True, True]

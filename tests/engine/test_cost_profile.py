@@ -50,13 +50,15 @@ def test_every_bucket_and_what_rides_beside_it_is_timed_at_its_own_size(measured
     table = json.loads(out.read_text())
     (tier,) = table["tiers"]
     full = BLOCK + 1
-    assert tier["verify"]["tokens"] == sorted(executed) == [1, full, full + 16, full + 256]
+    assert tier["verify"]["tokens"] == sorted(executed) == [1, 2, full, full + 16, full + 256]
     assert (tier["requests"], tier["largest_bucket"]) == (1, full)
     assert tier["contexts"] == [4, 18, 37]
     for seconds in (tier["verify"]["seconds"], tier["draft"]):
         assert (np.asarray(seconds) > 0).all()
     assert all(len(one["seconds"]) == 5 for one in table["samples"])
-    assert len(table["samples"]) == (len(executed) + 1) * len(tier["contexts"])
+    assert tier["walk"]["depths"] == [1]
+    assert tier["walk"]["shares"][0] > 0
+    assert len(table["samples"]) == (len(executed) + BLOCK) * len(tier["contexts"])
 
 
 def test_timings_and_curves_are_drawn(measured):
@@ -78,9 +80,9 @@ def test_a_row_count_of_several_tiers_is_timed_with_the_requests_of_each(monkeyp
     )
     table = cost_profile.profile(TARGET, DRAFTER, config)
     tokens = [(tier["requests"], tier["verify"]["tokens"]) for tier in table["tiers"]]
-    assert tokens == [(2, [2, 3, 6, 6 + 16]), (4, [4, 6, 12, 12 + 16])]
+    assert tokens == [(2, [2, 3, 4, 6, 6 + 16]), (4, [4, 6, 9, 12, 12 + 16])]
     assert [tier["contexts"][-1] for tier in table["tiers"]] == [2 * 37, 4 * 37]
-    assert ran == [2] * 5 * 3 + [4] * 5 * 3, "four sizes and a draft, at three contexts"
+    assert ran == [2] * 7 * 3 + [4] * 7 * 3, "five sizes and two depths, at three contexts"
 
 
 def test_an_engine_of_the_same_kind_serves_by_the_table(measured):

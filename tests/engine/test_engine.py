@@ -10,6 +10,7 @@ import pytest
 
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
+from dspark_jax.engine.config import check_prompt_width
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.figures import as_json
 from dspark_jax.engine.programs import Flight
@@ -403,6 +404,13 @@ class Letters:
 def test_what_does_not_fit_is_refused_at_the_start(make_engine, change, says):
     with pytest.raises(ValueError, match=says):
         make_engine(**change)
+
+
+def test_pieces_of_prompts_are_even_on_a_gpu():
+    check_prompt_width(5, "cpu")
+    check_prompt_width(16, "gpu")
+    with pytest.raises(ValueError, match="prompt_width is 5; wanted an even number"):
+        check_prompt_width(5, "gpu")
 
 
 def test_a_target_without_pages_is_refused():

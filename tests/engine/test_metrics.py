@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 def costs():
     """Rows are dear, so windows are cut; drafts are cheap."""
     plain = no_costs(SMALL.max_requests, BLOCK)
-    verify = 10.0 + jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
+    verify = 10.0 + 3.0 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
     draft = 0.5 + plain.draft
     return plain.replace(verify=verify[None], draft=draft, known=jnp.asarray(True))
 
@@ -159,7 +159,7 @@ def test_times_are_read_off_the_clock_and_predictions_off_the_table(engine):
     assert found["step_seconds"]["count"] == steps
     # every step ran for 4 windows of 3 rows
     drafted = steps - found["draft_skips_total"]
-    assert found["step_time_predicted_seconds_total"] == pytest.approx(22 * steps + 0.5 * drafted)
+    assert found["step_time_predicted_seconds_total"] == pytest.approx(46 * steps + 0.5 * drafted)
     measured = found["step_time_measured_seconds_total"]
     assert measured == pytest.approx(found["step_seconds"]["sum"])
     assert found["time_to_first_token_seconds"]["sum"] == service.first_token_seconds

@@ -22,6 +22,7 @@ from dspark_jax.schedule.cost import CostTables, no_costs
 SLOTS, BLOCK = 3, 4
 best = jax.jit(best_budget)
 causal = jax.jit(causal_budget)
+of_depths = jax.jit(functools.partial(best_budget, depths=(1, 3, BLOCK)))
 throughput = jax.jit(expected_throughput)
 allotted = jax.jit(allocate)
 
@@ -34,6 +35,7 @@ def tables(verify, draft=None, contexts=(0.0,), block_size=BLOCK):
     return CostTables(
         verify=jnp.asarray(verify),
         draft=jnp.atleast_2d(jnp.asarray(draft, jnp.float32)),
+        walk=jnp.ones(block_size),
         contexts=jnp.asarray(contexts, jnp.float32),
         known=jnp.asarray(True),
         temperatures=jnp.ones((1, block_size)),
@@ -138,7 +140,7 @@ def test_without_a_table_everything_valid_is_verified(policy):
     survival = np.full((SLOTS, BLOCK), 1e-9, np.float32)
     found = policy(survival, valid, load(3), no_costs(SLOTS, BLOCK))
     assert int(found.budget) == 6
-    assert bool(found.worthwhile)
+    assert float(found.gain) > 1
 
 
 @pytest.mark.parametrize("policy", [best, causal])
@@ -147,7 +149,7 @@ def test_flat_costs_verify_everything(policy):
     survival = np.cumprod(np.full((SLOTS, BLOCK), 0.3, np.float32), axis=1)
     found = policy(survival, valid, load(3), tables(np.ones(16)))
     assert int(found.budget) == SLOTS * BLOCK
-    assert bool(found.worthwhile)
+    assert float(found.gain) > 1
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -156,7 +158,7 @@ def test_nothing_valid_means_no_budget_and_no_drafting(policy, known):
     cost = tables(np.ones(16)).replace(known=jnp.asarray(known))
     found = policy(np.ones((SLOTS, BLOCK)), np.zeros((SLOTS, BLOCK), bool), load(3), cost)
     assert int(found.budget) == 0
-    assert not bool(found.worthwhile)
+    assert float(found.gain) <= 1
     assert np.isfinite(float(found.throughput))
 
 
@@ -168,16 +170,45 @@ def test_a_batch_with_no_live_request_gets_a_finite_answer():
     assert float(found.throughput) == 0
 
 
-def test_drafting_dearer_than_it_gains_is_reported_as_not_worthwhile():
+def test_drafting_dearer_than_it_gains_has_a_gain_below_one():
     survival = np.full((SLOTS, BLOCK), 0.9, np.float32)
     valid = np.ones((SLOTS, BLOCK), bool)
     verify = np.linspace(1.0, 1.5, 16)
     cheap = tables(verify, np.full((1, SLOTS + 1), 0.1))
     dear = tables(verify, np.full((1, SLOTS + 1), 5 * verify.max()))
-    assert bool(best(survival, valid, load(3), cheap).worthwhile)
+    assert float(best(survival, valid, load(3), cheap).gain) > 1
     found = best(survival, valid, load(3), dear)
-    assert not bool(found.worthwhile)
+    assert float(found.gain) <= 1
     assert float(found.throughput) < float(undrafted_throughput(load(3), dear))
+
+
+def test_a_shallow_walk_is_taken_where_it_saves_more_than_the_deep_positions_bring():
+    survival = np.cumprod(np.full((SLOTS, BLOCK), 0.5, np.float32), axis=1)
+    valid = np.ones((SLOTS, BLOCK), bool)
+    cost = tables(np.ones(16), np.ones((1, SLOTS + 1)))
+    best_of = functools.partial(best_budget, depths=(1, 2, BLOCK))
+    level = best_of(survival, valid, load(3), cost)
+    assert (int(level.depth), int(level.budget)) == (BLOCK, SLOTS * BLOCK)
+    steep = cost.replace(walk=jnp.asarray([0.1, 0.2, 0.9, 1.0]))
+    found = best_of(survival, valid, load(3), steep)
+    # (3 + 3 * 0.75) / (1 + 0.2), against 4.5 / 1.1 and (3 + 3 * 0.9375) / 2
+    assert (int(found.depth), int(found.budget)) == (2, SLOTS * 2)
+    assert float(found.throughput) == pytest.approx(5.25 / 1.2)
+    assert float(found.gain) == pytest.approx(5.25 / 1.2 / 3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.lists(st.sampled_from([0.1, 0.5, 1.0]), min_size=BLOCK, max_size=BLOCK))
+def test_depth_and_budget_agree_with_a_search_of_each_depth_alone(batch, shares):
+    survival, valid, verify, draft, sampling = batch
+    cost = tables(verify, np.full((1, SLOTS + 1), draft)).replace(walk=jnp.asarray(shares))
+    found = of_depths(survival, valid, load(sampling), cost)
+    alone = []
+    for depth in (1, 3, BLOCK):
+        shallow = valid & (np.arange(BLOCK) < depth)
+        price = np.float32(draft) * np.float32(shares[depth - 1])
+        alone.append(max(oracle_throughput(survival, shallow, verify, price, sampling)))
+    assert float(found.throughput) == pytest.approx(max(alone), rel=1e-5)
 
 
 def test_only_sampling_requests_count_as_gain_but_every_base_token_costs():

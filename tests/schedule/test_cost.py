@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.calibration.file import Calibration, CalibrationEntry
-from dspark_jax.schedule.cost import MeasuredCosts, load_costs, no_costs, with_calibration
+from dspark_jax.schedule.cost import (
+    MeasuredCosts,
+    load_costs,
+    no_costs,
+    paying_buckets,
+    with_calibration,
+)
 
 SESSION = {"device": "cpu", "model": "toy", "dtype": "float32", "block_size": 3}
 TABLE = {
@@ -231,3 +237,21 @@ def test_calibrated_tables_carry_one_row_a_sampling_temperature():
     assert not bool(found.known)
     with pytest.raises(ValueError, match=r"3 temperatures.*block size is 7"):
         with_calibration(no_costs(2, 7), calibration)
+
+
+def test_buckets_that_save_next_to_nothing_are_left_out():
+    seconds = np.ones((2, 9), np.float32)
+    seconds[:, :3] = 0.99
+    assert paying_buckets((2, 4, 8), no_costs(1, 7).replace(verify=seconds)) == (8,)
+    seconds[1, :5] = 0.9
+    assert paying_buckets((2, 4, 8), no_costs(1, 7).replace(verify=seconds)) == (4, 8)
+
+
+def test_a_shallower_walk_costs_its_share_and_depths_between_are_interpolated(tmp_path):
+    table = copy.deepcopy(TIERS)
+    table["tiers"][0]["walk"] = {"depths": [1], "shares": [0.4]}
+    np.testing.assert_allclose(load(tmp_path, table).walk, [0.4, 0.7, 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(load(tmp_path, TIERS).walk, np.ones(3))
+    table["tiers"][0]["walk"] = {"depths": [1, 2], "shares": [0.4]}
+    with pytest.raises(ValueError, match=r"walk\.shares has shape"):
+        load(tmp_path, table)

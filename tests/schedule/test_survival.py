@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.schedule.survival import AGING_RATE, age, running_product, survival
+from dspark_jax.schedule.survival import AGING_RATE, remember, running_product, survival
 
 LOGITS = st.lists(
     st.one_of(st.floats(-20, 20, width=32), st.just(float("nan"))), min_size=12, max_size=12
@@ -42,13 +42,19 @@ def test_a_nan_confidence_is_no_confidence_from_there_on():
     np.testing.assert_array_equal(running_product(np.array([[0.5, np.nan, 1.0]])), [[0.5, 0, 0]])
 
 
-def test_an_unmeasured_confidence_drifts_to_one_and_a_measured_one_stays():
-    confidence = np.array([[0.0, 0.5, 1.0], [0.25, 0.25, np.nan]], np.float32)
-    refreshed = np.array([[False, False, False], [True, False, False]])
-    found = np.asarray(age(confidence, refreshed))
-    expected = confidence + AGING_RATE * (1 - confidence)
-    expected[1, 0], expected[1, 2] = 0.25, AGING_RATE
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+def test_an_unmeasured_confidence_drifts_to_one():
+    known = np.array([[0.0, 0.5, 1.0]], np.float32)
+    nothing = np.zeros((1, 3), bool)
+    found = np.asarray(remember(np.zeros((1, 3)), known, nothing, 1.0))
+    np.testing.assert_allclose(found, known + AGING_RATE * (1 - known), rtol=1e-6)
     for _ in range(500):
-        found = age(found, np.zeros_like(refreshed))
+        found = remember(np.zeros((1, 3)), found, nothing, 1.0)
     np.testing.assert_allclose(found, 1.0, atol=1e-5)
+
+
+def test_a_measured_confidence_moves_what_is_known_by_its_weight():
+    new, known = np.array([[0.25, 0.5, np.nan]]), np.array([[0.75, 0.5, 0.5]])
+    everything = np.ones((1, 3), bool)
+    found = remember(new, known, everything, 0.5)
+    np.testing.assert_allclose(found, [[0.5, 0.5, 0.25]], rtol=1e-6)
+    np.testing.assert_allclose(remember(new, known, everything, 1.0), [[0.25, 0.5, 0.0]])
