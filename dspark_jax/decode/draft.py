@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -68,7 +69,7 @@ def draft(
     fused = fused_walk(weights, state, keys, hidden, base, config=config)
     if fused is not None:
         drafts = _pad(config, state.slots, fused.tokens, [], fused.logprobs, fused.confidences)
-        return drafts.replace(scores=fused.scores)
+        return dataclasses.replace(drafts, scores=fused.scores)
     walk = family.start_walk(drafter, weights.drafter, state.slots)
     previous = state.anchor
     tokens, scores, logprobs, confidences = [], [], [], []

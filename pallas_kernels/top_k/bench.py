@@ -21,6 +21,8 @@ from pallas_kernels.top_k.shapes import SHAPES, Shape
 BYTES_PER_US = 4.3e6
 TUNINGS = (Tuning(tile=2048, warps=4), Tuning(tile=8192, warps=8), Tuning(least_kept=8192))
 """Cuts tried beside the default."""
+TUNED = ("v4-flash 256 of 128k", "v3.2 8 of 128k")
+"""Shapes that they are tried on: each compiles for seconds."""
 
 Call = Callable[..., jax.Array]
 
@@ -49,11 +51,14 @@ def rows(seed: int) -> Iterator[tuple[str, str, Callable[[], Row]]]:
         "xla": reference.top_k,
         "xla top_k alone": plain_top_k,
     }
-    for tuning in TUNINGS:
-        name = f"triton {tuning.tile}/{tuning.least_kept}/{tuning.warps}"
-        runs[name] = functools.partial(pallas_triton.top_k, tuning=tuning)
+    cuts: dict[str, Call] = {
+        f"triton {one.tile}/{one.least_kept}/{one.warps}": functools.partial(
+            pallas_triton.top_k, tuning=one
+        )
+        for one in TUNINGS
+    }
     for name, shape in SHAPES.items():
-        for variant, run in runs.items():
+        for variant, run in (runs | (cuts if name in TUNED else {})).items():
             yield name, variant, functools.partial(_measure, shape, variant, run, seed)
 
 

@@ -117,7 +117,7 @@ def top_k(
         functools.partial(_choose, count=count, kept=kept, tuning=tuning),
         out_shape=jax.ShapeDtypeStruct((rows, count), jnp.int32),
         grid=(rows,),
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=min(16, max(4, kept // 512)), num_stages=1),
         name="top_k_choose",
     )(scores, seen, threshold, positions, counts)
 
