@@ -103,6 +103,7 @@ def _costs(axes: Axes, tier: TierCosts, samples: Sequence[dict[str, Any]]) -> No
         "any number of requests" if tier.requests is None else f"up to {tier.requests} requests",
         fontsize=9,
     )
+    axes.set_xscale("log", base=2)
     axes.set_xlabel("rows verified in a step (dashed: largest bucket)")
     axes.set_ylabel("ms (dotted: drafting)")
     axes.set_ylim(bottom=0)
