@@ -13,7 +13,10 @@ from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
 
 DEFAULT_PROMPT_ROWS = 256
-"""Prompt tokens of a step, when ``max_batched_tokens`` leaves it open."""
+"""Least prompt tokens of a step, when ``max_batched_tokens`` leaves it open."""
+
+MANY_PIECES = 16
+"""Pieces of prompts in a step, above which a quarter of them gets a program of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class EngineConfig:
         prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most, and an
             even number.
         max_batched_tokens: most rows of a step: full windows of all requests, and as many pieces
-            of prompts as fit beside them. None takes 256 rows of prompts.
+            of prompts as fit beside them. None takes a prompt row a request, 256 at least.
         batch_tiers: increasing request counts that a step is compiled for, up to
             ``max_requests``; None takes powers of four.
         token_tiers: increasing row counts that a compact step is compiled for, beside full windows;
@@ -150,7 +153,7 @@ class EngineConfig:
         """
         windows = self.max_requests * width
         if self.max_batched_tokens is None:
-            return max(1, DEFAULT_PROMPT_ROWS // self.prompt_width)
+            return max(1, max(DEFAULT_PROMPT_ROWS, self.max_requests) // self.prompt_width)
         pieces = (self.max_batched_tokens - windows) // self.prompt_width
         if pieces < 1:
             raise ValueError(
@@ -163,7 +166,8 @@ class EngineConfig:
 
 def piece_tiers(most: int) -> tuple[int, ...]:
     """Pieces of prompts that a step is compiled for, which may carry ``most``."""
-    return tuple(sorted({1, most}))
+    few = {1} if most <= MANY_PIECES else {1, most // 4}
+    return tuple(sorted(few | {most}))
 
 
 def check_prompt_width(width: int, backend: str) -> None:
