@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dspark_jax.decode import state as states
 from dspark_jax.decode.request import Completion, FinishReason, TokenLogprob
 from dspark_jax.decode.run import FINISH, cut_commits
@@ -14,28 +16,28 @@ from dspark_jax.text.text import Text
 def absorb(sequence: Sequence, report: Report, lane: int) -> FinishReason | None:
     """Take over what one lane of a dispatch brought; why the request ended, if it did."""
     done, outcome = int(report.done), report.outcome
-    for step in range(done):
-        count = int(outcome.count[step, lane])
-        if count == 0:
-            break
-        sequence.tokens += outcome.tokens[step, lane, :count].tolist()
-        sequence.commits.append(count)
-        sequence.windows.append(int(outcome.window[step, lane]))
-        sequence.accepted.append(int(outcome.accepted[step, lane]))
-        wanted = sequence.job.params.logprobs
-        if wanted is not None and outcome.logprobs is not None:
-            chosen, ids, values = (
-                part[step, lane, :count].tolist()
-                for part in (
-                    outcome.logprobs.chosen,
-                    outcome.logprobs.top_ids,
-                    outcome.logprobs.top_values,
-                )
+    counts = np.asarray(outcome.count[:done, lane])
+    steps = int(np.argmin(counts)) if not counts.all() else done
+    counts = counts[:steps]
+    emitted = np.arange(outcome.tokens.shape[2]) < counts[:, None]
+    own = np.asarray(outcome.tokens[:steps, lane])[emitted].tolist()
+    sequence.tokens += own
+    sequence.commits += counts.tolist()
+    sequence.windows += outcome.window[:steps, lane].tolist()
+    sequence.accepted += outcome.accepted[:steps, lane].tolist()
+    wanted = sequence.job.params.logprobs
+    if wanted is not None and outcome.logprobs is not None:
+        chosen, ids, values = (
+            np.asarray(part[:steps, lane])[emitted].tolist()
+            for part in (
+                outcome.logprobs.chosen,
+                outcome.logprobs.top_ids,
+                outcome.logprobs.top_values,
             )
-            for row in range(count):
-                token_id = sequence.tokens[row - count]
-                top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
-                sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
+        )
+        for row, token_id in enumerate(own):
+            top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
+            sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
     finish = int(report.finish[done - 1, lane]) if done else states.RUNNING
     return None if finish == states.RUNNING else FINISH[finish]
 

@@ -112,12 +112,12 @@ def run(
     tables: CostTables,
     lanes: Lanes,
     steps: Int[Array, ""],
-    patient: Bool[Array, ""],
+    spare: Int[Array, ""],
     *,
     config: StepConfig,
     most: int,
 ) -> tuple[State, Report]:
-    """Up to ``steps`` (at most ``most``) steps; unless ``patient``, none after a request ends."""
+    """Up to ``steps`` (at most ``most``) steps; none after more than ``spare`` requests ended."""
     inner = _enter(state, lanes)
     at_first = inner.active.sum()
 
@@ -132,7 +132,7 @@ def run(
     def going(carry: tuple[State, Any, Array]) -> Array:
         inner, _, done = carry
         active = inner.active.sum()
-        return (done < steps) & (active > 0) & (patient | (active == at_first))
+        return (done < steps) & (active > 0) & (at_first - active <= spare)
 
     def body(carry: tuple[State, Any, Array]) -> tuple[State, Any, Array]:
         inner, record, done = carry

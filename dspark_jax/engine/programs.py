@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +26,10 @@ from dspark_jax.engine.sequence import Sequence as Text
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
 
-START_GROUP = 16
+Call = tuple[Any, ...]
+"""A program, what it takes beside weights and state, and its static arguments."""
+
+START_GROUP = 64
 """Requests admitted to decoding by one call at most."""
 
 _START = jax.jit(
@@ -43,7 +47,7 @@ class Flight:
     Attributes:
         plan: what was asked for.
         lanes: which lane a sequence decodes in.
-        report: outcomes, on the device.
+        launched: outcomes on the device, as soon as it has been launched there.
         batch: lanes it was compiled for.
         pieces: pieces of prompts it was compiled for.
         sent: when it was dispatched, seconds on the engine's clock.
@@ -53,7 +57,7 @@ class Flight:
 
     plan: Plan
     lanes: list[tuple[Text, int]]
-    report: Report
+    launched: Future[Report]
     batch: int
     pieces: int
     sent: float = 0.0
@@ -61,22 +65,32 @@ class Flight:
     waited: bool = False
 
     def wait(self, clock: Callable[[], float]) -> None:
-        """Return when it has ended."""
-        done: Any = self.report.done
-        self.waited = not done.is_ready()
-        jax.block_until_ready(self.report)
+        """Return when it has ended.
+
+        Raises:
+            Exception: what went wrong on the device.
+        """
+        ready = self.launched.done()
+        report = self.launched.result()
+        done: Any = report.done
+        self.waited = not (ready and done.is_ready())
+        jax.block_until_ready(report)
         self.ended = clock()
 
     def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
         if self.ended is None:
             self.wait(clock)
-        return jax.device_get(self.report)
+        return jax.device_get(self.launched.result())
 
 
 @dataclasses.dataclass
 class Programs:
     """Everything an engine runs on the device, bound to its tiers.
+
+    A loop on a GPU blocks the thread that launches it until it has ended: its host looks at the
+    condition of every turn. So a thread of its own launches what is dispatched, in order, and
+    the state belongs to that thread.
 
     Attributes:
         weights: of the pair.
@@ -106,6 +120,7 @@ class Programs:
     dtype: Any
 
     def __post_init__(self) -> None:
+        self._launcher = ThreadPoolExecutor(1, "dspark-launcher")
         self._state = _START(
             self.config,
             slots=self.slots,
@@ -151,25 +166,28 @@ class Programs:
         config = variant(self.config, params)
         if config not in self._variants:
             self._variants.append(config)
-        self._start([])
         tiers = list(itertools.product(self.batches, self.columns, (0, *self.piece_tiers)))
 
-        def lowered(batch: int, columns: int, pieces: int) -> jax.stages.Lowered:
-            program, *operands, static = self._call(
-                config, self._place([], batch, columns), [], pieces, 1, True
-            )
+        def call(batch: int, columns: int, pieces: int) -> Call:
+            return self._call(config, _placed([], batch, columns, self.slots), [], pieces, 1, 0)
+
+        def lowered(tier: tuple[int, int, int]) -> jax.stages.Lowered:
+            program, *operands, static = call(*tier)
             return program.lower(self.weights, self._state, *operands, **static)
 
-        compile_together((lowered(*tier) for tier in tiers), progress)
-        for batch, columns, pieces in tiers:
-            self._step(config, self._place([], batch, columns), [], pieces, 1, True)
+        def compile_and_run() -> None:
+            self._admit(self._starting([]))
+            compile_together(map(lowered, tiers), progress)
+            for tier in tiers:
+                self._launch(call(*tier))
+            jax.block_until_ready(self._state)
+
+        self._launcher.submit(compile_and_run).result()
         self._lanes = None
-        jax.block_until_ready(self._state)
 
     def dispatch(self, plan: Plan) -> Flight:
-        """Start a plan on the device and return at once."""
-        for group in itertools.batched(plan.starting, self._group):
-            self._start(group)
+        """Have a plan launched on the device and return at once."""
+        starting = [self._starting(one) for one in itertools.batched(plan.starting, self._group)]
         everyone = plan.sequences
         config = self._covering([one.job.params for one in everyone])
         batch = _tier(self.batches, len(everyone))
@@ -179,17 +197,25 @@ class Programs:
         decoding = [(one, lane[one]) for one in plan.decoding]
         pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
         room = _tier((0, *self.piece_tiers), len(pieces))
-        report = self._step(
+        lanes = [(one, lane[one]) for one in everyone]
+        call = self._call(
             config,
-            self._place([(one, lane[one]) for one in everyone], batch, columns, len(decoding)),
+            _placed(lanes, batch, columns, self.slots, len(decoding)),
             pieces,
             room,
             plan.steps,
-            plan.patient,
+            plan.spare,
         )
-        for leaf in jax.tree.leaves(report):
-            leaf.copy_to_host_async()
-        return Flight(plan, decoding, report, batch, room)
+
+        def launch() -> Report:
+            for group in starting:
+                self._admit(group)
+            report = self._launch(call)
+            for leaf in jax.tree.leaves(report):
+                leaf.copy_to_host_async()
+            return report
+
+        return Flight(plan, decoding, self._launcher.submit(launch), batch, room)
 
     @property
     def _group(self) -> int:
@@ -211,57 +237,36 @@ class Programs:
 
         return min(filter(serves, self._variants), key=work, default=wanted)
 
-    def _place(
-        self, sequences: list[tuple[Text, int]], batch: int, columns: int, decoding: int = 0
-    ) -> Lanes:
-        """Lanes on the device; the first ``decoding`` of ``sequences`` decode."""
-        slots: Any = np.full(batch, self.slots, np.int32)
-        decodes: Any = np.zeros(batch, bool)
-        table: Any = np.full((batch, columns), -1, np.int32)
-        for index, (one, lane) in enumerate(sequences):
-            slots[lane] = one.slot
-            decodes[lane] = index < decoding
-            table[lane, : len(one.pages)] = one.pages
-        whole = batch == self.slots
-        placed = (None if whole else slots, decodes, table)
-        if self._lanes is not None and _same(self._lanes[0], placed):
-            return self._lanes[1]
-        lanes = jax.device_put(Lanes(*placed))
-        self._lanes = placed, lanes
-        return lanes
-
-    def _step(
-        self,
-        config: StepConfig,
-        lanes: Lanes,
-        pieces: list[tuple[Piece, int]],
-        count: int,
-        steps: int,
-        patient: bool,
-    ) -> Report:
-        """One dispatch, with room for ``count`` pieces of prompts."""
-        program, *operands, static = self._call(config, lanes, pieces, count, steps, patient)
+    def _launch(self, call: Call) -> Report:
+        program, *operands, static = call
         self._state, report = program(self.weights, self._state, *operands, **static)
         return report
 
     def _call(
         self,
         config: StepConfig,
-        lanes: Lanes,
+        placed: Lanes,
         pieces: list[tuple[Piece, int]],
         count: int,
         steps: int,
-        patient: bool,
-    ) -> tuple[Any, ...]:
-        """The program of a dispatch, what it takes beside weights and state, and its statics."""
-        batch = lanes.decoding.shape[0]
+        spare: int,
+    ) -> Call:
+        """One dispatch, with room for ``count`` pieces of prompts."""
+        batch = placed.decoding.shape[0]
         config = self.stepping(config, batch)
-        tables = self._priced[batch, count]
+        tables, lanes = self._priced[batch, count], self._on_device(placed)
         if count:
             rows = jax.device_put(self._rows(pieces, count, batch))
             return _MIXED, tables, lanes, rows, {"config": config}
-        limits = jax.device_put((np.int32(steps), np.bool_(patient)))
+        limits = jax.device_put((np.int32(steps), np.int32(spare)))
         return _RUN, tables, lanes, *limits, {"config": config, "most": self.steps}
+
+    def _on_device(self, placed: Lanes) -> Lanes:
+        """The same, copied only if it differs from what the last dispatch had."""
+        values = (placed.slots, placed.decoding, placed.table)
+        if self._lanes is None or not _same(self._lanes[0], values):
+            self._lanes = values, jax.device_put(placed)
+        return self._lanes[1]
 
     def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
         tokens = np.zeros((count, self.prompt_width), np.int32)
@@ -272,8 +277,11 @@ class Programs:
             lane[index], start[index], rows[index] = at, piece.start, len(piece.tokens)
         return Pieces(tokens, lane, start, rows)  # pyright: ignore[reportArgumentType]
 
-    def _start(self, sequences: Sequence[Text]) -> None:
-        """Admit prefilled sequences to decoding; what they emitted before counts as emitted."""
+    def _admit(self, starting: Starting) -> None:
+        self._state = _ADMIT(self._state, starting)
+
+    def _starting(self, sequences: Sequence[Text]) -> Starting:
+        """Prefilled sequences that begin to decode; what they emitted before counts as emitted."""
         size = self._group
         asked = [one.job.admission(one.slot) for one in sequences]
 
@@ -305,7 +313,21 @@ class Programs:
                 stop_ids=stop_ids,
             ),
         )
-        self._state = _ADMIT(self._state, jax.device_put(starting))
+        return jax.device_put(starting)
+
+
+def _placed(
+    sequences: list[tuple[Text, int]], batch: int, columns: int, slots: int, decoding: int = 0
+) -> Lanes:
+    """Lanes on the host; the first ``decoding`` of ``sequences`` decode."""
+    slot: Any = np.full(batch, slots, np.int32)
+    decodes: Any = np.zeros(batch, bool)
+    table: Any = np.full((batch, columns), -1, np.int32)
+    for index, (one, lane) in enumerate(sequences):
+        slot[lane] = one.slot
+        decodes[lane] = index < decoding
+        table[lane, : len(one.pages)] = one.pages
+    return Lanes(None if batch == slots else slot, decodes, table)
 
 
 def _tier(tiers: tuple[int, ...], wanted: int) -> int:

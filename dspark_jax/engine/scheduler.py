@@ -29,14 +29,14 @@ class Plan:
         decoding: sequences that decode, the starting ones included.
         pieces: of prompts, which ride along.
         steps: steps to take; 1 with pieces.
-        patient: go on when a request ends: nobody waits for its place.
+        spare: requests whose end does not end it: nobody, or hardly anybody, waits for a place.
     """
 
     starting: list[Sequence]
     decoding: list[Sequence]
     pieces: list[Piece]
     steps: int
-    patient: bool
+    spare: int
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -45,11 +45,17 @@ class Plan:
         return [*self.decoding, *prompts]
 
 
+SPARE = 16
+"""While others wait, several steps go on until one in so many requests has ended."""
+
+
 class Scheduler:
     """Decides from what the host knows; nothing here waits for the device.
 
     Older requests go first. When pages run out the newest request loses its own and waits to be
     computed again; the oldest can always finish, because the pool holds any one request.
+    Prompts are read as soon as they fill a step, and else in every other dispatch: a step that
+    carries them is dispatched alone, which costs the host as much as several without.
 
     Args:
         pool: the pages.
@@ -90,6 +96,7 @@ class Scheduler:
         self._prompt_width = prompt_width
         self._steps = steps
         self._reuse = prefix_reuse
+        self._read_now = True
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that wants to run."""
@@ -105,15 +112,19 @@ class Scheduler:
         for sequence in starting:
             sequence.stage = Stage.DECODING
         decoding = [s for s in self.running if s.stage is Stage.DECODING]
-        pieces = self._next_pieces()
+        pieces: list[Piece] = []
+        if self._read_now or not decoding or self._unread() >= self._pieces:
+            pieces = self._next_pieces()
         if not decoding and not pieces:
             return None
         steps = 1
         if not pieces and self._grow(decoding, self._steps):
             steps = self._steps
+        self._read_now = not pieces
         for sequence in decoding:
             sequence.in_flight += steps
-        return Plan(starting, decoding, pieces, steps, patient=not self.waiting)
+        spare = len(decoding) // SPARE if self.waiting else len(decoding)
+        return Plan(starting, decoding, pieces, steps, spare)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up slot, pages and place in the queue."""
@@ -136,8 +147,18 @@ class Scheduler:
             self.store.remember(sequence.pages[column], keys[column])
         sequence.remembered = max(sequence.remembered, full)
 
+    def _unread(self) -> int:
+        """Pieces that the prompts of those who have joined still come in."""
+        width = self._prompt_width
+        return sum(-(-(s.rows - s.prefilled) // width) for s in self._prefilling())
+
+    def _prefilling(self) -> list[Sequence]:
+        return [s for s in self.running if s.stage is Stage.PREFILLING]
+
     def _make_room(self) -> bool:
         """Pages for one more step of everyone who decodes, oldest first; whether one had to go."""
+        if self._grow([s for s in self.running if s.stage is Stage.DECODING], 1):
+            return False
         preempted = False
         for sequence in list(self.running):
             if sequence.stage is not Stage.DECODING:
@@ -173,6 +194,10 @@ class Scheduler:
         A request whose next page an older one is about to fill waits for it, and those behind it
         too: prompts are read oldest first, so there is little that they lose by it.
         """
+        if not self.waiting:
+            return
+        # One page each for those that will grow, or they would throw the newcomer out again.
+        spare = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             if sequence.in_flight:
@@ -182,8 +207,6 @@ class Scheduler:
             if self._coming(keys, len(shared)):
                 return
             missing = self._missing(sequence, 1) - len(shared)
-            # One page each for those that will grow, or they would throw the newcomer out again.
-            spare = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
             if missing + self.store.unused(shared) + spare > self.store.free:
                 return
             self.store.share(shared)
@@ -197,6 +220,7 @@ class Scheduler:
             sequence.stage = Stage.PREFILLING
             self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=attrgetter("arrival"))
+            spare += self._missing(sequence, self._steps + 1) > 0
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""

@@ -121,7 +121,7 @@ def serve(make_engine):
     costs = table((1.0, 1.3), draft=0.1, buckets=(SMALL, FULL))
 
     def wait(flight, clock, machine):
-        report = jax.device_get(flight.report)
+        report = jax.device_get(flight.launched.result())
         outcome = report.outcome
         rows = ((outcome.window + 1) * (outcome.count > 0)).sum(axis=1)[: report.done]
         drafted = outcome.decision.depth[: report.done] > 0
@@ -178,7 +178,7 @@ def test_a_dispatch_that_is_read_late_teaches_nothing(make_engine, monkeypatch):
     engine.warmup()
 
     def late(flight, clock):
-        jax.block_until_ready(flight.report)
+        jax.block_until_ready(flight.launched.result())
         flight.ended, flight.waited = clock() + 5.0, False
 
     monkeypatch.setattr(Flight, "wait", late)

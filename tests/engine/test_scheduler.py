@@ -30,7 +30,7 @@ def emit(sequence, plan, *tokens):
 
 
 def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
-    queue = scheduler()
+    queue = scheduler(pages=24)
     short, long = sequence(0, [5]), sequence(1, range(10))
     queue.add(short)
     queue.add(long)
@@ -40,6 +40,7 @@ def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
         (0, [0, 1, 2, 3]),
         (4, [4, 5, 6, 7]),
     ]
+    assert not queue.plan().pieces, "one piece does not fill a step, and the last one read some"
     second = queue.plan()
     assert second.decoding == [short]
     assert [(piece.start, piece.tokens) for piece in second.pieces] == [(8, [8])]
@@ -58,12 +59,25 @@ def test_several_steps_are_dispatched_only_while_no_prompt_is_read():
     assert queue.plan().steps == 1
 
 
-def test_a_dispatch_is_patient_only_while_nobody_waits():
-    queue = scheduler(slots=1)
+def test_prompts_that_fill_a_step_are_read_one_after_the_other():
+    queue = scheduler(pages=24, pieces=2)
     queue.add(sequence(0, [5]))
-    assert queue.plan().patient
-    queue.add(sequence(1, [6]))
-    assert not queue.plan().patient
+    queue.add(sequence(1, range(20)))
+    assert [len(queue.plan().pieces) for _ in range(3)] == [2, 2, 0]
+    assert len(queue.plan().pieces) == 1
+
+
+def test_one_end_in_sixteen_does_not_stop_a_dispatch_that_others_wait_behind():
+    queue = scheduler(pages=40, slots=17)
+    for index in range(17):
+        queue.add(sequence(index, [5]))
+    assert queue.plan().spare == 17, "nobody waits"
+    queue.add(sequence(17, [6]))
+    assert queue.plan().spare == 1
+    few = scheduler(slots=1)
+    few.add(sequence(0, [5]))
+    few.add(sequence(1, [6]))
+    assert few.plan().spare == 0
 
 
 def test_the_newest_request_makes_room_and_waits_for_its_last_tokens():
@@ -115,9 +129,8 @@ def test_a_known_prefix_is_not_prefilled_again():
     same, other = sequence(1, text), sequence(2, [*text[:4], 30, 31, 32, 33, 34])
     queue.add(same)
     queue.add(other)
-    plan = queue.plan()
-    assert plan.starting == [same], "all its full pages are known, and 8 rows fill them"
-    assert [(piece.sequence, piece.start) for piece in plan.pieces] == [(other, 4)]
+    assert queue.plan().starting == [same], "all its full pages are known, and 8 rows fill them"
+    assert [(piece.sequence, piece.start) for piece in queue.plan().pieces] == [(other, 4)]
     assert same.pages[0] == other.pages[0]
 
 
