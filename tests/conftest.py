@@ -7,19 +7,25 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-# Loops written by XLA's older emitters run as they are and compile in less than half the time.
-# Read when JAX first compiles; processes that tests start inherit it.
-QUICK_TO_COMPILE = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# Loops written by XLA's older emitters compile in less than half the time, and one core gains
+# nothing from programs compiled in parts. Read when JAX first compiles; processes that tests
+# start inherit it.
+QUICK_TO_COMPILE = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 if QUICK_TO_COMPILE not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
+    # tracebacks of every operation, of which no test reads one
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     cache = getattr(config, "cache", None)
     if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

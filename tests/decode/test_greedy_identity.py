@@ -20,7 +20,6 @@ from dspark_jax.decode.step import Weights
 from dspark_jax.models import dense
 from dspark_jax.models.ragged import rectangle
 from dspark_jax.schedule.cost import no_costs
-from dspark_jax.testing import scripted
 
 COUNT, LONGEST, ANSWER, BATCH = 15, 12, 32, 5
 RANDOM = np.random.default_rng(1)
@@ -252,21 +251,11 @@ def recorded_answers(target, drafter, weights):
 
 
 @pytest.mark.slow
-def test_the_real_model_gives_its_recorded_tokens_with_drafts_right_and_wrong_in_turn(smollm2):
-    chats = json.loads(GOLDEN.read_text())["chat"][:3]
-    script = np.zeros((3, 256), np.int32)
-    for row, chat in zip(script, chats, strict=True):
-        text = chat["prompt_ids"] + chat["greedy"]
-        row[: len(text)] = text
-    script[:, ::4] += 1
-    weights = scripted.ScriptedWeights(jnp.asarray(script), jnp.asarray(2.0))
-    found = recorded_answers(smollm2, scripted.oracle(smollm2.config.vocab_size, 7), weights)
-    assert 0 < found.accepted.max() <= 3
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not shipped(SHIPPED), reason=f"the package ships no {SHIPPED}")
 def test_the_real_model_gives_its_recorded_tokens_with_the_shipped_drafter(smollm2):
     drafter = load_drafter(SHIPPED, (smollm2.config, smollm2.weights), "float32")
     found = recorded_answers(smollm2, drafter.config, drafter.weights)
-    assert found.accepted.sum() > 0
+    taken = np.arange(TOKENS) < np.asarray(found.steps)[:, None]
+    accepted, windows = (np.asarray(x)[taken] for x in (found.accepted, found.windows))
+    assert (accepted > 0).any()
+    assert (accepted < windows).any()

@@ -35,16 +35,11 @@ def written(run, path, output, **mesh):
 
 
 def start(config, devices, *options):
-    """A process beside this one, with its cache of compiled programs."""
     script = str(Path(__file__).with_name("on_devices.py"))
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-    }
     return subprocess.Popen(
         [sys.executable, script, str(config), "--devices", str(devices), *map(str, options)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | cache,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -10,8 +10,6 @@ import pytest
 from dspark_jax.models.ragged import compact, rectangle
 from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
 
-pytestmark = pytest.mark.optimized
-
 RUNS = 20_000
 
 

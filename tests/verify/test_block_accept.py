@@ -53,28 +53,26 @@ def run(mode):
         context=64,
     )
 
-    def steps(state, count):
-        def step(state, _):
-            state, outcome = decode_step(weights(), state, no_costs(SLOTS, BLOCK), config=config)
-            taken = outcome.count, outcome.window, outcome.accepted, outcome.bounds
-            return state, taken
-
-        return jax.lax.scan(step, state, None, length=count)
+    @jax.jit
+    def begin(state, life):
+        taken_in = requests.replace(seed=requests.seed + life)
+        state = loop.admit(state, index, index % VOCAB, taken_in)
+        length = jnp.full_like(state.cache.length, 3 * life)
+        return state.replace(cache=state.cache.replace(length=length))
 
     @jax.jit
-    def both_lives():
-        state = init_state(config, slots=SLOTS, capacity=64, max_tokens=TOKENS, dtype=jnp.float32)
-        found = []
-        for life, count in enumerate((5, TOKENS)):
-            begin = requests.replace(seed=requests.seed + life)
-            state = loop.admit(state, index, index % VOCAB, begin)
-            length = jnp.full_like(state.cache.length, 3 * life)
-            state = state.replace(cache=state.cache.replace(length=length))
-            state, taken = steps(state, count)
-            found.append(taken)
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+    def step(state):
+        state, outcome = decode_step(weights(), state, no_costs(SLOTS, BLOCK), config=config)
+        return state, (outcome.count, outcome.window, outcome.accepted, outcome.bounds)
 
-    return jax.tree.map(np.asarray, both_lives())
+    state = init_state(config, slots=SLOTS, capacity=64, max_tokens=TOKENS, dtype=jnp.float32)
+    found = []
+    for life, count in enumerate((5, TOKENS)):
+        state = begin(state, life)
+        for _ in range(count):
+            state, taken = step(state)
+            found.append(jax.device_get(taken))
+    return jax.tree.map(lambda *parts: np.stack(parts), *found)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,9 @@ def oracle(row, top_k, top_p):
     return kept & (above < top_p), np.abs(above - top_p).min()
 
 
-VALUES = st.one_of(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), st.floats(-30, 30, width=32))
+# XLA takes subnormal numbers for zeros.
+FLOATS = st.floats(-30, 30, width=32, allow_subnormal=False)
+VALUES = st.one_of(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), FLOATS)
 
 
 @settings(deadline=None, max_examples=200)
