@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dspark_jax.decode import state as states
@@ -13,32 +15,44 @@ from dspark_jax.engine.sequence import Sequence
 from dspark_jax.text.text import Text
 
 
-def absorb(sequence: Sequence, report: Report, lane: int) -> FinishReason | None:
+class Brought:
+    """What a dispatch brought, by lane. Lists: an array is slow to ask for one number."""
+
+    def __init__(self, report: Report) -> None:
+        done, outcome = int(report.done), report.outcome
+
+        def by_lane(values: Any) -> list:
+            return np.swapaxes(np.asarray(values)[:done], 0, 1).tolist()
+
+        self.count = by_lane(outcome.count)
+        self.tokens = by_lane(outcome.tokens)
+        self.window = by_lane(outcome.window)
+        self.accepted = by_lane(outcome.accepted)
+        self.finish = np.asarray(report.finish)[done - 1].tolist() if done else None
+        self.logprobs = outcome.logprobs
+
+
+def absorb(sequence: Sequence, brought: Brought, lane: int) -> FinishReason | None:
     """Take over what one lane of a dispatch brought; why the request ended, if it did."""
-    done, outcome = int(report.done), report.outcome
-    counts = np.asarray(outcome.count[:done, lane])
-    steps = int(np.argmin(counts)) if not counts.all() else done
-    counts = counts[:steps]
-    emitted = np.arange(outcome.tokens.shape[2]) < counts[:, None]
-    own = np.asarray(outcome.tokens[:steps, lane])[emitted].tolist()
-    sequence.tokens += own
-    sequence.commits += counts.tolist()
-    sequence.windows += outcome.window[:steps, lane].tolist()
-    sequence.accepted += outcome.accepted[:steps, lane].tolist()
     wanted = sequence.job.params.logprobs
-    if wanted is not None and outcome.logprobs is not None:
-        chosen, ids, values = (
-            np.asarray(part[:steps, lane])[emitted].tolist()
-            for part in (
-                outcome.logprobs.chosen,
-                outcome.logprobs.top_ids,
-                outcome.logprobs.top_values,
+    for step, count in enumerate(brought.count[lane]):
+        if count == 0:
+            break
+        own = brought.tokens[lane][step][:count]
+        sequence.tokens += own
+        sequence.commits.append(count)
+        sequence.windows.append(brought.window[lane][step])
+        sequence.accepted.append(brought.accepted[lane][step])
+        if wanted is not None and brought.logprobs is not None:
+            logprobs = brought.logprobs
+            chosen, ids, values = (
+                part[step, lane, :count].tolist()
+                for part in (logprobs.chosen, logprobs.top_ids, logprobs.top_values)
             )
-        )
-        for row, token_id in enumerate(own):
-            top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
-            sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
-    finish = int(report.finish[done - 1, lane]) if done else states.RUNNING
+            for row, token_id in enumerate(own):
+                top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
+                sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
+    finish = states.RUNNING if brought.finish is None else brought.finish[lane]
     return None if finish == states.RUNNING else FINISH[finish]
 
 

@@ -30,7 +30,7 @@ from dspark_jax.decode.setup import (
 )
 from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
-from dspark_jax.engine.answer import absorb, answer, complete, show
+from dspark_jax.engine.answer import Brought, absorb, answer, complete, show
 from dspark_jax.engine.config import EngineConfig, check_prompt_width
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
@@ -338,11 +338,12 @@ class Engine:
         """Take over what a dispatch did to requests that still want it; what callbacks raised."""
         failures: list[BaseException] = []
         self._metrics.read(flight, report)
+        brought = Brought(report)
         for sequence, lane in flight.lanes:
             sequence.in_flight -= flight.plan.steps
             if sequence.stage is Stage.DONE:
                 continue
-            reason = absorb(sequence, report, lane)
+            reason = absorb(sequence, brought, lane)
             if sequence.tokens and sequence.first_token is None:
                 sequence.first_token = self._metrics.clock()
             completion = answer(sequence, self.target.text, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,10 @@ class Histogram:
 
     def add(self, values: ArrayLike) -> None:
         """Count these values."""
+        if isinstance(values, int | float):
+            self.counts[bisect.bisect_left(self.bounds, values)] += 1
+            self.sum += values
+            return
         found = np.asarray(values, np.float64).reshape(-1)
         at = np.searchsorted(self.bounds, found, side="left")
         self.counts += np.bincount(at, minlength=len(self.counts))

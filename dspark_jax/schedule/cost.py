@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.json_file import read_object
 
-LEAST_SAVING = 0.03
+LEAST_SAVING = 0.05
 """Share of a verification that a smaller bucket has to save to be worth having."""
 
 
@@ -224,12 +224,12 @@ def paying_buckets(buckets: tuple[int, ...], tables: CostTables) -> tuple[int, .
     """The increasing ``buckets`` without those that save next to nothing; the largest stays.
 
     A step chooses among its buckets on the device, which costs time as well, and every one of
-    them is compiled. A bucket stays if at some context it saves `LEAST_SAVING` of the next kept.
+    them is compiled. A bucket stays if it saves `LEAST_SAVING` of the next kept, over all contexts.
     """
     verify = np.asarray(tables.verify)
     kept = [buckets[-1]]
     for bucket in reversed(buckets[:-1]):
-        if (1 - verify[:, bucket] / verify[:, kept[0]]).max() >= LEAST_SAVING:
+        if (1 - verify[:, bucket] / verify[:, kept[0]]).mean() >= LEAST_SAVING:
             kept.insert(0, bucket)
     return tuple(kept)
 

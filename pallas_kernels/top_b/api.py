@@ -13,8 +13,9 @@ from pallas_kernels.top_b import pallas_triton, reference
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
-"""What None takes where both can run (docs/kernels/top_b.md has the times)."""
+AUTOMATIC: Implementation = "triton"
+"""What None takes above `reference.MOST_COUNTED` slots where both can run; below, XLA is as fast
+(docs/kernels/top_b.md has the times)."""
 
 
 def top_b(
@@ -45,11 +46,12 @@ def top_b(
             f"survival, valid and budget have shapes {survival.shape}, {valid.shape} and "
             f"{budget.shape}, wanted [S, G] twice and a scalar"
         )
+    few = survival.size <= reference.MOST_COUNTED
     wanted = choose(
         "top_b",
         "triton",
         implementation,
-        AUTOMATIC,
+        "xla" if few else AUTOMATIC,
         lambda: missing_hopper() or pallas_triton.unsupported(survival),
     )
     run = {"xla": reference.top_b, "triton": pallas_triton.top_b}[wanted]

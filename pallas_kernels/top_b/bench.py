@@ -25,7 +25,11 @@ TUNINGS = (Tuning(4, 256, 8), Tuning(8, 128, 4), Tuning(2, 256, 4))
 
 def implementations() -> dict[str, Callable[..., jax.Array]]:
     """The implementations as callers get them, the kernel's method in XLA, other cuts."""
-    runs = {"xla": reference.top_b, "xla ranks": reference.by_ranks, "triton": pallas_triton.top_b}
+    runs = {
+        "xla sort": reference.by_sort,
+        "xla ranks": reference.by_ranks,
+        "triton": pallas_triton.top_b,
+    }
     for tuning in TUNINGS:
         name = f"triton {tuning.requests}/{tuning.chunk}/{tuning.warps}"
         runs[name] = functools.partial(pallas_triton.top_b, tuning=tuning)

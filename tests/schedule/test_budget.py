@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from dspark_jax.schedule.budget import (
     Load,
+    _counted_gains,
+    _sorted_gains,
     allocate,
     best_budget,
     causal_budget,
@@ -276,3 +278,22 @@ def test_the_budget_is_the_same_every_time():
     seen = {int(step(survival, valid, load(64), cost).budget) for _ in range(5)}
     assert len(seen) == 1
     assert 0 < seen.pop() < 64 * 7
+
+
+def test_counting_and_sorting_find_the_same_gains():
+    random = np.random.default_rng(3)
+    survival = np.cumprod(random.choice([0.5, 0.75, 1.0], (5, 4)), axis=1).astype(np.float32)
+    key = jnp.asarray(np.where(random.uniform(size=(5, 4)) < 0.8, survival, -1.0)).reshape(-1)
+    position = jnp.tile(jnp.arange(1, 5), 5)
+    depths = jnp.asarray([[1], [3], [4]])
+    found = [
+        {
+            (depth, int(budget)): float(sum_)
+            for depth, row in enumerate(zip(*gains(key, position, depths), strict=True))
+            for sum_, budget, real in zip(*map(np.asarray, row), strict=True)
+            if real
+        }
+        for gains in (_counted_gains, _sorted_gains)
+    ]
+    assert found[0] == pytest.approx(found[1])
+    assert len(found[0]) > 20

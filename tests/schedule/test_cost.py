@@ -243,7 +243,7 @@ def test_buckets_that_save_next_to_nothing_are_left_out():
     seconds = np.ones((2, 9), np.float32)
     seconds[:, :3] = 0.99
     assert paying_buckets((2, 4, 8), no_costs(1, 7).replace(verify=seconds)) == (8,)
-    seconds[1, :5] = 0.9
+    seconds[1, :5] = 0.88
     assert paying_buckets((2, 4, 8), no_costs(1, 7).replace(verify=seconds)) == (4, 8)
 
 
