@@ -43,7 +43,7 @@ class EngineConfig:
         prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most, and an
             even number.
         max_batched_tokens: most rows of a step: full windows of all requests, and as many pieces
-            of prompts as fit beside them. None takes a prompt row a request, 256 at least.
+            of prompts as fit beside them. None takes 2 prompt rows a request, 256 at least.
         batch_tiers: increasing request counts that a step is compiled for, up to
             ``max_requests``; None takes powers of four.
         token_tiers: increasing row counts that a compact step is compiled for, beside full windows;
@@ -153,7 +153,7 @@ class EngineConfig:
         """
         windows = self.max_requests * width
         if self.max_batched_tokens is None:
-            return max(1, max(DEFAULT_PROMPT_ROWS, self.max_requests) // self.prompt_width)
+            return max(1, max(DEFAULT_PROMPT_ROWS, 2 * self.max_requests) // self.prompt_width)
         pieces = (self.max_batched_tokens - windows) // self.prompt_width
         if pieces < 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.schedule.cost import CostTables
 from pallas_kernels.top_b import top_b
-from pallas_kernels.top_b.reference import MOST_COUNTED
+from pallas_kernels.top_b.reference import counts
 
 
 @flax.struct.dataclass
@@ -84,7 +84,7 @@ def _by_depth(
     key = jnp.where(valid, survival, -1.0).reshape(-1)
     position = jnp.arange(1, survival.shape[1] + 1, dtype=jnp.int32)
     position = jnp.broadcast_to(position, survival.shape).reshape(-1)
-    gains = _counted_gains if key.size <= MOST_COUNTED else _sorted_gains
+    gains = _counted_gains if counts(key.size) else _sorted_gains
     gained, budgets, real = gains(key, position, jnp.asarray(depths, jnp.int32)[:, None])
     verify = at_context(tables.verify, tables, load.cache_rows)
     draft = at_context(tables.draft, tables, load.cache_rows)[load.draft_requests]

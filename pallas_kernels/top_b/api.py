@@ -14,8 +14,8 @@ from pallas_kernels.top_b import pallas_triton, reference
 Implementation = Literal["xla", "triton"]
 
 AUTOMATIC: Implementation = "triton"
-"""What None takes above `reference.MOST_COUNTED` slots where both can run; below, XLA is as fast
-(docs/kernels/top_b.md has the times)."""
+"""What None takes where slots are too many to be counted and both can run; the times are in
+docs/kernels/top_b.md."""
 
 
 def top_b(
@@ -46,12 +46,11 @@ def top_b(
             f"survival, valid and budget have shapes {survival.shape}, {valid.shape} and "
             f"{budget.shape}, wanted [S, G] twice and a scalar"
         )
-    few = survival.size <= reference.MOST_COUNTED
     wanted = choose(
         "top_b",
         "triton",
         implementation,
-        "xla" if few else AUTOMATIC,
+        "xla" if reference.counts(survival.size) else AUTOMATIC,
         lambda: missing_hopper() or pallas_triton.unsupported(survival),
     )
     run = {"xla": reference.top_b, "triton": pallas_triton.top_b}[wanted]
