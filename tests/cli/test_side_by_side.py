@@ -2,9 +2,12 @@
 
 import io
 
+import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
+from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.cli import demo
 from dspark_jax.cli.side_by_side import (
     Answer,
@@ -14,6 +17,7 @@ from dspark_jax.cli.side_by_side import (
     first_difference,
     tokens_per_second,
 )
+from dspark_jax.testing.markov import MarkovTargetConfig, MarkovTargetWeights
 
 
 @pytest.mark.parametrize(
@@ -59,3 +63,9 @@ def test_a_cpu_drafts_no_more_than_its_quick_products_hold(monkeypatch):
     assert demo.default_k(2) == 2
     monkeypatch.setattr(demo.jax, "default_backend", lambda: "gpu")
     assert demo.default_k(7) == 7
+
+
+def test_the_logits_where_answers_part_are_those_after_the_text_before():
+    table = jax.random.normal(jax.random.key(0), (9, 9))
+    target = LoadedTarget(MarkovTargetConfig(9), MarkovTargetWeights(table), None, (), "markov")  # type: ignore
+    np.testing.assert_allclose(demo.next_logits(target, [4, 7, 2], 8), table[2], rtol=1e-6)
