@@ -113,7 +113,7 @@ def forward(
 
 
 def greedy(target: LoadedTarget, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` greedy tokens for each prompt, one row a step after one prefill."""
+    """``count`` greedy tokens for each prompt; prompts too are read one row a step."""
     lengths = np.array([len(prompt) for prompt in prompts])
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -143,19 +143,21 @@ def _greedy(
 ) -> Int[Array, "C S"]:
     family = config.family
     slots, width = tokens.shape
+    steps = width + count - 1
     cache = family.init_cache(config, slots, width + count, weights.embed.dtype)
-    packed = rectangle(tokens, jnp.zeros_like(length), length)
-    hidden, _, cache = family.forward(config, weights, cache, packed, taps=())
-    last = hidden.reshape(slots, width, -1)[jnp.arange(slots), length - 1]
-    first = jnp.argmax(family.unembed(config, weights, last), axis=-1).astype(jnp.int32)
+    text = jnp.pad(tokens, ((0, 0), (0, count)))
 
-    def step(carry: Any, _: None) -> tuple[Any, Array]:
-        cache, token, start = carry
+    def step(carry: tuple[Any, Array], position: Array) -> tuple[tuple[Any, Array], Array]:
+        cache, following = carry
+        start = jnp.full(slots, position, jnp.int32)
+        token = jnp.where(position < length, text[:, position], following)
         cache = family.commit(config, cache, start)
         packed = rectangle(token[:, None], start, jnp.ones_like(start))
         hidden, _, cache = family.forward(config, weights, cache, packed, taps=())
-        following = jnp.argmax(family.unembed(config, weights, hidden), axis=-1)
-        return (cache, following.astype(jnp.int32), start + 1), token
+        following = jnp.argmax(family.unembed(config, weights, hidden), axis=-1).astype(jnp.int32)
+        return (cache, following), following
 
-    start = (cache, first, length.astype(jnp.int32))
-    return jax.lax.scan(step, start, None, length=count)[1]
+    begin = (cache, jnp.zeros(slots, jnp.int32))
+    every = jax.lax.scan(step, begin, jnp.arange(steps, dtype=jnp.int32))[1]
+    answer = length[None] - 1 + jnp.arange(count)[:, None]
+    return jnp.take_along_axis(every, answer, axis=0)
