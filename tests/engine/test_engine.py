@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,22 @@ def test_tokens_do_not_depend_on_overlap(compact):
     assert on == off
     windows = [window for answer in on.values() for window in answer.windows]
     assert len(set(windows)) > 2
+
+
+def test_the_next_dispatch_is_planned_while_one_is_still_being_launched(compact, monkeypatch):
+    engine = compact()
+    launch, blocked = engine._programs._launch, threading.Event()
+
+    def slow(call):
+        assert blocked.wait(60)
+        return launch(call)
+
+    monkeypatch.setattr(engine._programs, "_launch", slow)
+    name = engine.add(Request([1, 2], SamplingParams(max_new_tokens=4)))
+    assert engine.step() == {}, "it has come back although nothing runs"
+    assert len(engine._flights) == 1
+    blocked.set()
+    assert len(drain(engine)[name].token_ids) > 0
 
 
 def test_500_mixed_requests_trace_nothing_and_move_nothing_unasked_after_warm_up(
