@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -12,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
-from dspark_jax.decode.fused_walk import fused_walk
 from dspark_jax.decode.state import State
 from dspark_jax.verify.best import best_token
 
@@ -66,10 +64,6 @@ def draft(
     )
     greedy = state.requests.temperature == 0
     temperature = jnp.where(greedy, 1.0, state.requests.temperature)[:, None]
-    fused = fused_walk(weights, state, keys, hidden, base, config=config)
-    if fused is not None:
-        drafts = _pad(config, state.slots, fused.tokens, [], fused.logprobs, fused.confidences)
-        return dataclasses.replace(drafts, scores=fused.scores)
     walk = family.start_walk(drafter, weights.drafter, state.slots)
     previous = state.anchor
     tokens, scores, logprobs, confidences = [], [], [], []

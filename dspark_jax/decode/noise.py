@@ -18,8 +18,7 @@ def step_keys(seed: UInt32[Array, "S 2"], step: Int[Array, "S"]) -> Array:
     return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seed), step)
 
 
-def fold(keys: Array, role: int | Int[Array, "S"], position: int | Int[Array, "S"]) -> Array:
-    """``[S]`` keys of one role at one position."""
+def _fold(keys: Array, role: int | Int[Array, "S"], position: int | Int[Array, "S"]) -> Array:
     index = jnp.broadcast_to(jnp.asarray(role + _ROLES * position, jnp.uint32), keys.shape)
     return jax.vmap(jax.random.fold_in)(keys, index)
 
@@ -29,7 +28,7 @@ def gumbel(
 ) -> Float[Array, "S V"]:
     """Standard Gumbel noise: ``argmax(logits + gumbel)`` draws from ``softmax(logits)``."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(
-        fold(keys, role, position)
+        _fold(keys, role, position)
     )
 
 
@@ -37,6 +36,6 @@ def uniform(keys: Array, role: int, positions: Int[Array, "G"]) -> Float[Array, 
     """Uniform numbers in [0, 1), one a request and position."""
 
     def column(position: Int[Array, ""]) -> Float[Array, "S"]:
-        return jax.vmap(jax.random.uniform)(fold(keys, role, position))
+        return jax.vmap(jax.random.uniform)(_fold(keys, role, position))
 
     return jax.vmap(column, out_axes=1)(positions)

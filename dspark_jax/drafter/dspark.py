@@ -13,13 +13,7 @@ from dspark_jax.drafter.backbone import (
     phases_at,
 )
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.heads import (
-    rank_position,
-    start_state,
-    vocabulary_logits,
-    walk_position,
-)
-from dspark_jax.drafter.protocol import Ranked
+from dspark_jax.drafter.heads import start_state, vocabulary_logits, walk_position
 from dspark_jax.drafter.weights import ContextCache, DrafterWeights
 from dspark_jax.models.layers import linear
 from dspark_jax.models.pages import PagePool, place
@@ -148,17 +142,6 @@ def walk(
 ) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S"] | None, Float[Array, "S R"] | None]:
     """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state."""
     return walk_position(config, weights, state, hidden, previous)
-
-
-def walk_ranks(
-    config: DrafterConfig,
-    weights: DrafterWeights,
-    state: Float[Array, "S R"] | None,
-    hidden: Float[Array, "S D"],
-    previous: Int[Array, "S"],
-) -> Ranked | None:
-    """One position short of the vocabulary; None without a sequential head."""
-    return rank_position(config, weights, state, hidden, previous)
 
 
 def to_target_ids(weights: DrafterWeights, draft_ids: Int[Array, "..."]) -> Int[Array, "..."]:

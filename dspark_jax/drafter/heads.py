@@ -12,10 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.drafter.confidence import confidence_logit
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.protocol import Ranked
 from dspark_jax.drafter.weights import DrafterWeights, MarkovHead
 from dspark_jax.models.layers import linear
-from pallas_kernels.markov_sample import Confidence
 
 
 def vocabulary_logits(
@@ -79,31 +77,12 @@ def walk_position(
 
     The bias is None without a sequential head, the confidence None without a confidence head.
     """
-    if weights.markov is None:
-        return None, _confidence(config, weights, hidden, None), state
-    embedding = markov_embedding(weights.markov, previous)
-    ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
-    bias = vocabulary_logits(ranked, weights.markov.w2)
+    bias, embedding = None, None
+    if weights.markov is not None:
+        embedding = markov_embedding(weights.markov, previous)
+        ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
+        bias = vocabulary_logits(ranked, weights.markov.w2)
     return bias, _confidence(config, weights, hidden, embedding), state
-
-
-def rank_position(
-    config: DrafterConfig,
-    weights: DrafterWeights,
-    state: Float[Array, "... R"] | None,
-    hidden: Float[Array, "S D"],
-    previous: Int[Array, "S"],
-) -> Ranked | None:
-    """`walk_position` short of the vocabulary; None without a sequential head."""
-    if weights.markov is None:
-        return None
-    embedding = markov_embedding(weights.markov, previous)
-    ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
-    head = weights.confidence
-    if head is not None:
-        seen = embedding if config.confidence_head_with_markov else None
-        head = Confidence(hidden, seen, head.weight, head.bias)
-    return Ranked(ranked, weights.markov.w2, head, state)
 
 
 def rank_block(

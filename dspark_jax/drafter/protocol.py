@@ -10,28 +10,11 @@ every draft-vocabulary column, or None when the vocabularies are the same. ``dsp
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.pages import PagePool
-from pallas_kernels.markov_sample import Confidence
-
-
-class Ranked(NamedTuple):
-    """One position of a walk short of the vocabulary: its logit bias is ``vector @ matrix.T``.
-
-    Attributes:
-        vector: in rank space.
-        matrix: from rank space to the draft vocabulary.
-        confidence: operands of the confidence head; None without one.
-        state: of the walk, for the next position.
-    """
-
-    vector: Float[Array, "S R"]
-    matrix: Float[Array, "Vd R"]
-    confidence: Confidence | None
-    state: Any
 
 
 class DrafterFamily(Protocol):
@@ -93,9 +76,6 @@ class DrafterFamily(Protocol):
         """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state.
 
         The confidence sees the hidden state and the *previous* token, never the drafted one.
-        A family whose bias has a low rank may also have ``walk_ranks``, of the same arguments,
-        which returns the position as `Ranked` (None without a head): what a kernel needs to
-        compute bias, draw and confidence in one pass.
         """
         ...
 

@@ -188,16 +188,16 @@ def profile(
         for batch, sizes, contexts in plans:
             rows = [bucket + pieces * config.prompt_width for bucket, pieces in sizes]
             verify = [by_context("verify", batch, contexts, *size) for size in sizes]
-            *short, full = (by_context("draft", batch, contexts, depth) for depth in depths)
-            shares = [sum(seconds) / sum(full) for seconds in short]
+            drafted = [by_context("draft", batch, contexts, depth) for depth in depths]
+            shares = [sum(seconds) / sum(drafted[-1]) for seconds in drafted]
             tiers.append(
                 {
                     "requests": batch,
                     "contexts": contexts,
                     "largest_bucket": batch * step.width,
                     "verify": {"tokens": rows, "seconds": verify},
-                    "draft": full,
-                    "walk": {"depths": depths[:-1], "shares": shares},
+                    "draft": drafted[-1],
+                    "walk": {"depths": depths, "shares": shares},
                 }
             )
     return {

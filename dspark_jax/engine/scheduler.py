@@ -150,10 +150,8 @@ class Scheduler:
     def _unread(self) -> int:
         """Pieces that the prompts of those who have joined still come in."""
         width = self._prompt_width
-        return sum(-(-(s.rows - s.prefilled) // width) for s in self._prefilling())
-
-    def _prefilling(self) -> list[Sequence]:
-        return [s for s in self.running if s.stage is Stage.PREFILLING]
+        reading = (s for s in self.running if s.stage is Stage.PREFILLING)
+        return sum(-(-(s.rows - s.prefilled) // width) for s in reading)
 
     def _make_room(self) -> bool:
         """Pages for one more step of everyone who decodes, oldest first; whether one had to go."""
@@ -197,7 +195,7 @@ class Scheduler:
         if not self.waiting:
             return
         # One page each for those that will grow, or they would throw the newcomer out again.
-        spare = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
+        growing = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             if sequence.in_flight:
@@ -207,7 +205,7 @@ class Scheduler:
             if self._coming(keys, len(shared)):
                 return
             missing = self._missing(sequence, 1) - len(shared)
-            if missing + self.store.unused(shared) + spare > self.store.free:
+            if missing + self.store.unused(shared) + growing > self.store.free:
                 return
             self.store.share(shared)
             sequence.pages = shared + self.store.take(missing)
@@ -220,7 +218,7 @@ class Scheduler:
             sequence.stage = Stage.PREFILLING
             self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=attrgetter("arrival"))
-            spare += self._missing(sequence, self._steps + 1) > 0
+            growing += self._missing(sequence, self._steps + 1) > 0
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""

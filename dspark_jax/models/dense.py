@@ -80,14 +80,10 @@ def forward(
     hidden = jnp.take(weights.embed, packed.tokens, axis=0)
     outputs = {-1: hidden} if -1 in taps else {}
     keys, values = list(cache.keys), list(cache.values)
+    rows = _Rows(packed, phases, page, offset, limits, cache.table)
     for index, layer in enumerate(weights.layers):
         hidden, keys[index], values[index] = _layer(
-            layer,
-            hidden,
-            keys[index],
-            values[index],
-            _Rows(packed, phases, page, offset, limits, cache.table),
-            eps=config.rms_norm_eps,
+            layer, hidden, keys[index], values[index], rows, eps=config.rms_norm_eps
         )
         if index in taps:
             outputs[index] = hidden

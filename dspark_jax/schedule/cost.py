@@ -6,14 +6,15 @@ The file is JSON::
      "tiers": [
        {"requests": 1, "contexts": [0, 4096], "largest_bucket": 8,
         "verify": {"tokens": [1, 8, 24], "seconds": [[1e-3, 2e-3], [2e-3, 3e-3], [3e-3, 4e-3]]},
-        "draft": [1e-3, 1e-3], "walk": {"depths": [1, 4], "shares": [0.4, 0.7]}},
+        "draft": [1e-3, 1e-3], "walk": {"depths": [1, 7], "shares": [0.4, 1.0]}},
        {"requests": 16, ...}]}
 
 A tier holds the steps of up to so many requests: sixty-four rows of eight requests do not cost
 what sixty-four of sixty-four cost. ``contexts`` counts live cache rows over the whole step;
 ``seconds[i][c]`` belongs to size i and context c. ``largest_bucket`` is the largest size that a
-step is padded up to; larger sizes were timed as they are. ``draft`` is of full blocks; ``walk``
-says what share of it a block takes that is walked less deep, and may be missing.
+step is padded up to; larger sizes were timed as they are. ``draft`` is of blocks walked to the last
+of the depths in ``walk``, which says what share of it the others take; without ``walk`` every depth
+costs the same.
 
 Without ``tiers``, ``contexts``, ``verify``, ``largest_bucket`` and ``"draft": {"requests": [1, 8],
 "seconds": ...}`` stand in their place and hold for any number of requests. SGLang's floor-probe
@@ -44,7 +45,7 @@ class CostTables:
 
     Attributes:
         verify: ``[C, S(G+1)+1]`` seconds to verify 0, 1, ... tokens at each context.
-        draft: ``[C, S+1]`` seconds to draft full blocks for 0, 1, ... requests at each context.
+        draft: ``[C, S+1]`` seconds to draft for 0, 1, ... requests at each context.
         walk: ``[G]`` share of those seconds that a block walked to depth 1, 2, ... takes.
         contexts: ``[C]`` live cache rows over the whole step, increasing.
         known: False when no table was given; then budgets are not searched.
@@ -109,9 +110,8 @@ class TierCosts:
         requests: lanes the steps were timed with.
         contexts: ``[C]`` live cache rows over the whole step, increasing.
         verify: by rows.
-        draft: of full blocks, by requests.
-        walk: depths below the full block and the share of ``draft`` that they take; None when
-            that has not been measured.
+        draft: by requests, of blocks walked to the last of the depths timed.
+        walk: the depths timed and the share of ``draft`` that each takes; None when one alone was.
     """
 
     requests: int | None
@@ -121,13 +121,11 @@ class TierCosts:
     walk: tuple[np.ndarray, np.ndarray] | None = None
 
     def walk_shares(self, block_size: int) -> np.ndarray:
-        """``[G]`` share of a full block's seconds at every depth, linear between those measured."""
+        """``[G]`` share of ``draft`` at every depth: linear between those timed, level beyond."""
         if self.walk is None:
             return np.ones(block_size)
         depths, shares = self.walk
-        shares = np.minimum(np.maximum.accumulate(shares), 1.0)
-        every = np.arange(1, block_size + 1)
-        return np.interp(every, [*depths, block_size], [*shares, 1.0])
+        return np.interp(np.arange(1, block_size + 1), depths, np.maximum.accumulate(shares))
 
 
 def no_costs(slots: int, block_size: int) -> CostTables:

@@ -324,6 +324,6 @@ def test_noise_keyed_by_absolute_position_is_not(monkeypatch):
 
     monkeypatch.setattr(loop, "decode_step", position_keyed_step)
     monkeypatch.setattr(noise, "step_keys", keys_without_step)
-    monkeypatch.setattr(noise, "fold", fold_position)
+    monkeypatch.setattr(noise, "_fold", fold_position)
     # walk caps that nobody else asks for keep this trace apart from those of the true step
     assert abs(share_of_good_tokens(coin_arm(walk_caps=(BLOCK,))) - 0.5) > 0.03

@@ -1,6 +1,5 @@
 """Sequential heads and confidence: by position, along a block, and their gradients."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,6 @@ from dspark_jax.drafter import dspark
 from dspark_jax.drafter.backbone import block_hidden_from_context, context_features, context_kv
 from dspark_jax.drafter.heads import vocabulary_logits
 from dspark_jax.drafter.heads import walk_block as eager_walk_block
-from pallas_kernels.markov_sample.reference import confidence_logit
 
 HEADS = ["vanilla", "gated", "rnn"]
 
@@ -45,27 +43,6 @@ def test_walking_by_position_equals_the_teacher_forced_block(make_drafter, head,
     walked_bias, walked_confidence = walk_all(drafter.config, drafter.weights, hidden, previous)
     np.testing.assert_allclose(bias, walked_bias, atol=1e-6)
     np.testing.assert_allclose(confidence, walked_confidence, atol=1e-6)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("with_markov", [True, False])
-def test_a_position_in_rank_space_is_the_same_position(make_drafter, head, with_markov):
-    drafter = make_drafter(markov_head_type=head, confidence_head_with_markov=with_markov)
-    hidden, previous = hidden_and_tokens(drafter.config)
-    of_position = (drafter.config, drafter.weights)
-    state = dspark.start_walk(*of_position, hidden.shape[0])
-    bias, confidence, after = dspark.walk(*of_position, state, hidden[:, 1], previous[:, 1])
-    ranked = dspark.walk_ranks(*of_position, state, hidden[:, 1], previous[:, 1])
-    np.testing.assert_array_equal(vocabulary_logits(ranked.vector, ranked.matrix), bias)
-    np.testing.assert_array_equal(confidence_logit(ranked.confidence), confidence)
-    jax.tree.map(np.testing.assert_array_equal, ranked.state, after)
-
-
-def test_without_a_sequential_head_there_is_no_rank_space(make_drafter):
-    drafter = make_drafter(markov_rank=0)
-    weights = dataclasses.replace(drafter.weights, markov=None)
-    hidden, previous = hidden_and_tokens(drafter.config)
-    assert dspark.walk_ranks(drafter.config, weights, None, hidden[:, 0], previous[:, 0]) is None
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -56,8 +56,9 @@ def test_every_bucket_and_what_rides_beside_it_is_timed_at_its_own_size(measured
     for seconds in (tier["verify"]["seconds"], tier["draft"]):
         assert (np.asarray(seconds) > 0).all()
     assert all(len(one["seconds"]) == 5 for one in table["samples"])
-    assert tier["walk"]["depths"] == [1]
+    assert tier["walk"]["depths"] == [1, BLOCK]
     assert tier["walk"]["shares"][0] > 0
+    assert tier["walk"]["shares"][-1] == 1
     assert len(table["samples"]) == (len(executed) + BLOCK) * len(tier["contexts"])
 
 

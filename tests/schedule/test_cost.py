@@ -249,9 +249,15 @@ def test_buckets_that_save_next_to_nothing_are_left_out():
 
 def test_a_shallower_walk_costs_its_share_and_depths_between_are_interpolated(tmp_path):
     table = copy.deepcopy(TIERS)
-    table["tiers"][0]["walk"] = {"depths": [1], "shares": [0.4]}
+    table["tiers"][0]["walk"] = {"depths": [1, 3], "shares": [0.4, 1.0]}
     np.testing.assert_allclose(load(tmp_path, table).walk, [0.4, 0.7, 1.0], rtol=1e-6)
     np.testing.assert_array_equal(load(tmp_path, TIERS).walk, np.ones(3))
     table["tiers"][0]["walk"] = {"depths": [1, 2], "shares": [0.4]}
     with pytest.raises(ValueError, match=r"walk\.shares has shape"):
         load(tmp_path, table)
+
+
+def test_a_table_timed_for_fewer_drafts_than_a_block_prices_its_deepest_walk_in_full(tmp_path):
+    table = copy.deepcopy(TIERS)
+    table["tiers"][0]["walk"] = {"depths": [1, 2], "shares": [0.4, 1.0]}
+    np.testing.assert_allclose(load(tmp_path, table).walk, [0.4, 1.0, 1.0], rtol=1e-6)

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights, RingContext
-from dspark_jax.drafter.protocol import Ranked
 from dspark_jax.models.deepseek_v4 import hyper_connections as mhc
 from dspark_jax.models.deepseek_v4.attention import project_out, project_query, project_row
 from dspark_jax.models.deepseek_v4.moe import moe
@@ -23,7 +22,6 @@ from dspark_jax.models.deepseek_v4.rope import Phases, phases
 from dspark_jax.models.deepseek_v4.weights import Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.pages import contiguous, locate
-from pallas_kernels.markov_sample import Confidence
 from pallas_kernels.sparse_mla import Selection, sparse_mla
 
 
@@ -134,19 +132,6 @@ def walk(
     bias = linear(embedding, weights.markov_w2, jnp.float32)
     seen = jnp.concatenate([hidden.astype(jnp.float32), embedding.astype(jnp.float32)], axis=-1)
     return bias, jnp.sum(seen * weights.confidence, axis=-1), None
-
-
-def walk_ranks(
-    config: DeepseekV4DrafterConfig,
-    weights: DeepseekV4DrafterWeights,
-    state: None,
-    hidden: Float[Array, "S D"],
-    previous: Int[Array, "S"],
-) -> Ranked:
-    """One position short of the vocabulary."""
-    embedding = jnp.take(weights.markov_w1, previous, axis=0)
-    confidence = Confidence(hidden, embedding, weights.confidence, None)
-    return Ranked(embedding, weights.markov_w2, confidence, None)
 
 
 def to_target_ids(

@@ -16,6 +16,7 @@ from dspark_jax.models.deepseek_v4.plan import Plan
 from dspark_jax.models.deepseek_v4.rope import for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4.weights import Indexer
 from dspark_jax.models.layers import linear
+from pallas_kernels.indexer_logits.reference import index_scores
 
 
 def choose_entries(
@@ -46,20 +47,6 @@ def choose_entries(
         )
     )
     return best_entries(scores, plan.ratios[OVERLAPPING_RATIO].seen, config.index_topk)
-
-
-def index_scores(
-    query: Float[Array, "A W J I"], weight: Float[Array, "A W J"], keys: Float[Array, "A K I"]
-) -> Float[Array, "A W K"]:
-    """fp32 scores of all keys, head by head: all heads at once would be J times the result."""
-
-    def add(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
-        query, weight = head
-        product = jnp.einsum("awi,aki->awk", query, keys, preferred_element_type=jnp.float32)
-        return total + weight[..., None] * jax.nn.relu(product), None
-
-    start = jnp.zeros((*query.shape[:2], keys.shape[1]), jnp.float32)
-    return jax.lax.scan(add, start, (jnp.moveaxis(query, 2, 0), jnp.moveaxis(weight, 2, 0)))[0]
 
 
 def best_entries(
