@@ -25,7 +25,7 @@ from dspark_jax.models.ragged import rectangle
 from pallas_kernels.row_linear.few_rows import MOST_ROWS
 
 CONTEXT_STEP = 64
-RECHECKED = 3
+RECHECKED = 2
 """Answers that part in bfloat16 that are looked at, and decoded again in float32, at most."""
 BEYOND = 16
 """Tokens decoded again beyond the place where two answers parted."""
@@ -48,7 +48,7 @@ def demo(
     target: str = "smollm2-135m",
     drafter: str = "smollm2-135m-dspark",
     dtype: Dtype = "bfloat16",
-    max_new_tokens: int = 96,
+    max_new_tokens: int = 64,
     k: int | None = None,
 ) -> int:
     """Answer a few prompts greedily, plainly and with DSpark, and compare speed and output.
@@ -108,7 +108,7 @@ def demo(
         )
     if exact:
         console.print(
-            f"[bold green]EXACT[/bold green] in float32: plain and DSpark agree in all {count} "
+            f"[bold green]EXACT[/bold green] in float32: plain and DSpark agree in the {count} "
             f"answers decoded again, up to {BEYOND} tokens past the place"
         )
         return 0
