@@ -13,7 +13,7 @@ from pallas_kernels.indexer_logits.operands import Batch, check
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
+AUTOMATIC: Implementation = "triton"
 """What None takes where both can run (docs/kernels/indexer_logits.md has the times)."""
 
 

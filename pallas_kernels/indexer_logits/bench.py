@@ -40,7 +40,7 @@ def operands(shape: Shape, seed: int) -> Operands:
     columns = shape.entries // shape.page_size
     pages = shape.requests * columns
     size = (tokens, shape.heads, shape.width)
-    first = shape.entries - random.integers(shape.window, 64, (shape.requests, 1))
+    first = shape.entries - shape.window - random.integers(0, 64, (shape.requests, 1))
     batch = Batch(
         row=jnp.arange(tokens, dtype=jnp.int32).reshape(shape.requests, shape.window),
         pages=jnp.asarray(random.permutation(pages).reshape(shape.requests, columns), jnp.int32),

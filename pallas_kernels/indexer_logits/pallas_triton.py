@@ -1,10 +1,11 @@
 """Indexer scores on the tensor cores, a request's keys read once for all its tokens.
 
 A program owns a tile of the keys of one request and keeps it while it goes through the request's
-tokens. Keys are the rows of the product and heads its columns, so that the weighted sum over heads
-stays within a thread but for its last two steps: with heads as rows it would cross all lanes and
-warps and cost as much as the product. Pallas' Triton lowering is deprecated in JAX; the body could
-move to jax_triton as it is.
+tokens, or a share of them where they are many: a prompt would leave most of the GPU idle. Keys are
+the rows of the product and heads its columns, so that the weighted sum over heads stays within a
+thread but for its last two steps: with heads as rows it would cross all lanes and warps and cost as
+much as the product. Pallas' Triton lowering is deprecated in JAX; the body could move to jax_triton
+as it is.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class Tuning:
         keys: keys of a program; a power of two of at least 64.
         warps: warps of a program.
         stages: tokens whose queries are on their way at once.
+        tokens: most tokens of a program.
     """
 
     keys: int = 256
     warps: int = 8
     stages: int = 2
+    tokens: int = 64
 
 
 DEFAULT = Tuning()
@@ -70,15 +73,17 @@ def indexer_logits(
 ) -> Float[Array, "T K"]:
     """The operation of `reference.indexer_logits` for operands that `unsupported` passes.
 
-    Scores that no token of a request sees are not computed. Jitted, so that a model of many
+    A program whose tokens see none of its keys computes nothing. Jitted, so that a model of many
     layers traces and lowers it once.
     """
     tokens, heads, width = query.shape
     pages, page_size, _ = keys.shape
     requests, columns = batch.pages.shape
     total = columns * page_size
-    count = batch.count()
-    shown = jnp.take(batch.seen, batch.row, mode="fill", fill_value=0).max(axis=1)
+    shares = pl.cdiv(batch.row.shape[1], tuning.tokens)
+    shown = jnp.take(batch.seen, batch.row, mode="fill", fill_value=0)
+    shown = jnp.pad(shown, ((0, 0), (0, shares * tuning.tokens - shown.shape[1])))
+    shown = shown.reshape(requests, shares, tuning.tokens).max(axis=2)
 
     def kernel(
         query_ref: Any,
@@ -90,10 +95,10 @@ def indexer_logits(
         shown_ref: Any,
         out_ref: Any,
     ) -> None:
-        request = pl.program_id(1)
-        start = pl.program_id(0) * tuning.keys
+        request, share = pl.program_id(1), pl.program_id(2)
+        start, first = pl.program_id(0) * tuning.keys, share * tuning.tokens
 
-        @pl.when(start < shown_ref[request])
+        @pl.when(start < shown_ref[request, share])
         def _() -> None:
             at = start + jnp.arange(tuning.keys)
             inside = at < total
@@ -115,7 +120,7 @@ def indexer_logits(
             )
 
             def token(index: jax.Array, _: None) -> None:
-                row = row_ref[request, index]
+                row = row_ref[request, first + index]
                 head = jnp.arange(heads)
                 shape = (heads, width)
                 queries = plt.load(
@@ -132,13 +137,13 @@ def indexer_logits(
                 score = (jnp.maximum(product, 0.0) * weights[None]).sum(axis=1)
                 plt.store(out_ref.at[jnp.full(at.shape, row), at], score, mask=inside)
 
-            lax.fori_loop(0, count_ref[request], token, None)
+            lax.fori_loop(0, jnp.minimum(count_ref[request] - first, tuning.tokens), token, None)
 
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((tokens, total), jnp.float32),
-        grid=(pl.cdiv(total, tuning.keys), requests),
+        grid=(pl.cdiv(total, tuning.keys), requests, shares),
         compiler_params=plt.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages),
         interpret=interpret,
         name="indexer_logits",
-    )(query, weight.astype(jnp.float32), keys, batch.pages, batch.row, count, shown)
+    )(query, weight.astype(jnp.float32), keys, batch.pages, batch.row, batch.count(), shown)

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call: every request has a full window and sees nearly all of its keys.
+    """One call: every request has a full window, at the end of its keys.
 
     Attributes:
         requests: A.
@@ -30,6 +30,7 @@ SHAPES = {
     "v4 8 x 6 of 32k": Shape(8, 6, 8192),
     "v4 64 x 4 of 32k": Shape(64, 4, 8192),
     "v4 64 x 4 of 128k": Shape(64, 4, 32768),
+    "v4 1 x 2048 of 32k": Shape(1, 2048, 8192),
     "v3.2 8 x 6 of 32k": Shape(8, 6, 32768),
     "v3.2 64 x 1 of 32k": Shape(64, 1, 32768),
     "v3.2 64 x 6 of 32k": Shape(64, 6, 32768),

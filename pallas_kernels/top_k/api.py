@@ -13,7 +13,7 @@ from pallas_kernels.top_k import pallas_triton, reference
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
+AUTOMATIC: Implementation = "triton"
 """What None takes where both can run (docs/kernels/top_k.md has the times)."""
 
 

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.models.deepseek_v4.indexer import best_entries, index_scores
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 from dspark_jax.models.deepseek_v32.places import Places
 from dspark_jax.models.deepseek_v32.weights import Indexer
 from dspark_jax.models.layers import linear, rotate
+from pallas_kernels.indexer_logits import Batch, indexer_logits
+from pallas_kernels.top_k import top_k
 
 KEY_NORM_EPS = 1e-6
 
@@ -44,7 +45,7 @@ def choose_rows(
     query: Float[Array, "T J I"],
     phases: Phases,
 ) -> tuple[Int[Array, "T K"], Float[Array, "T"]]:
-    """Rows of its request that each token attends to, best first, then -1; and its margin.
+    """Rows of its request that each token attends to, ascending, then -1; and its margin.
 
     A token sees the rows up to itself. Where a slot cannot hold more than ``index_topk`` of them
     all are taken and nothing is scored.
@@ -69,14 +70,12 @@ def choose_rows(
     weight *= (config.index_n_heads * config.index_head_dim) ** -0.5
     packed = places.packed
     scores = packed.join(
-        part.pack(
-            index_scores(part.unpack(some), part.unpack(gate), places.by_request(keys, part.slots))
-        )
-        for part, some, gate in zip(
-            packed.parts, packed.split(query), packed.split(weight), strict=True
+        indexer_logits(some, gate, keys, Batch(part.row, places.pages_of(part), shown))
+        for part, some, gate, shown in zip(
+            packed.parts, *map(packed.split, (query, weight, seen)), strict=True
         )
     )
-    best = best_entries(scores, seen, config.index_topk)
+    best = top_k(scores, seen, config.index_topk)
     return best, _margin(scores, seen, best)
 
 

@@ -37,18 +37,14 @@ class Places:
         there = (chosen >= 0) & (page >= 0) & (page < pages)
         return jnp.where(there, jnp.where(there, page, 0) * size + offset, -1)
 
-    def by_request(
-        self, pool: Float[Array, "N P B"], slots: Int[Array, "A"] | None
-    ) -> Float[Array, "A K B"]:
-        """All rows of each slot in order; those of pages that it does not have are zeros."""
+    def pages_of(self, part: Packed) -> Int[Array, "A C"]:
+        """Pages of each request of a part, in order; -1 or past the pool where there is none."""
+        slots = part.slots
+        if slots is None:
+            slots = jnp.arange(part.row.shape[0], dtype=jnp.int32)
         if self.table is None:
-            return pool if slots is None else _take(pool, slots)
-        table = (
-            self.table
-            if slots is None
-            else jnp.take(self.table, slots, axis=0, mode="fill", fill_value=-1)
-        )
-        return _take(pool, table).reshape(table.shape[0], -1, pool.shape[2])
+            return slots[:, None]
+        return jnp.take(self.table, slots, axis=0, mode="fill", fill_value=-1)
 
 
 def find_places(cache: DeepseekV32Cache, packed: Packed | Mixed) -> Places:
@@ -59,9 +55,3 @@ def find_places(cache: DeepseekV32Cache, packed: Packed | Mixed) -> Places:
     position = jnp.where(real, packed.position, -1)
     page, offset = place(cache.table, slot, position, cache.layers[0].latent.shape[1])
     return Places(packed, slot, position, page, offset, cache.table)
-
-
-def _take(pool: Array, page: Array) -> Array:
-    """Pages by number; a negative one is absent, not counted from the end."""
-    page = jnp.where(page >= 0, page, pool.shape[0])
-    return jnp.take(pool, page, axis=0, mode="fill", fill_value=0)

@@ -7,7 +7,6 @@ leaves the product as it is, and rounds both to FP4 or FP8, which is left out he
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +15,8 @@ from dspark_jax.models.deepseek_v4.plan import Plan
 from dspark_jax.models.deepseek_v4.rope import for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4.weights import Indexer
 from dspark_jax.models.layers import linear
-from pallas_kernels.indexer_logits.reference import index_scores
+from pallas_kernels.indexer_logits import Batch, indexer_logits
+from pallas_kernels.top_k import top_k
 
 
 def choose_entries(
@@ -27,7 +27,10 @@ def choose_entries(
     x: Float[Array, "T D"],
     query_low: Float[Array, "T q"],
 ) -> Int[Array, "T K"]:
-    """The entries of largest score of each token, best first, then -1; K at most ``index_topk``.
+    """The entries of largest score of each token, ascending, then -1; K at most ``index_topk``.
+
+    Among equal scores the later entry wins. Zeros are common, where no head likes a key, and the
+    recorded reference settles them so.
 
     Args:
         keys: index keys in their pages.
@@ -38,38 +41,8 @@ def choose_entries(
     query = linear(query_low, weights.query).reshape(-1, heads, width)
     query = rotate_tail(query, for_heads(plan.turn_of(OVERLAPPING_RATIO)))
     weight = linear(x, weights.head_weight, jnp.float32) * (heads * width) ** -0.5
-    packed = plan.batch.packed
-    scores = packed.pack(
-        index_scores(
-            packed.unpack(query),
-            packed.unpack(weight),
-            _of_requests(keys, plan.entry_table, plan.batch.slots),
-        )
-    )
-    return best_entries(scores, plan.ratios[OVERLAPPING_RATIO].seen, config.index_topk)
-
-
-def best_entries(
-    scores: Float[Array, "T K"], seen: Int[Array, "T"], count: int
-) -> Int[Array, "T k"]:
-    """The ``count`` best of the first ``seen`` entries, then -1, whatever the scores are (NaN).
-
-    Among equal scores the later entry wins. Zeros are common, where no head likes a key, and the
-    recorded reference settles them so.
-    """
-    total = scores.shape[1]
-    entry = jnp.arange(total, dtype=jnp.int32)
-    lowest = jnp.finfo(scores.dtype).min
-    masked = jnp.where(entry < seen[:, None], jnp.maximum(scores, lowest), -jnp.inf)
-    best = total - 1 - jax.lax.top_k(masked[:, ::-1], min(count, total))[1].astype(jnp.int32)
-    return jnp.where(best < seen[:, None], best, -1)
-
-
-def _of_requests(
-    keys: Float[Array, "M P I"], entry_table: Int[Array, "S C"], slots: Int[Array, "A"]
-) -> Float[Array, "A K I"]:
-    """All index keys of each request in order; a page that it does not have holds zeros."""
-    page = jnp.where(slots[:, None] >= 0, entry_table[jnp.maximum(slots, 0)], -1)
-    page = jnp.where(page >= 0, page, keys.shape[0])
-    found = jnp.take(keys, page, axis=0, mode="fill", fill_value=0)
-    return found.reshape(slots.shape[0], -1, keys.shape[2])
+    seen = plan.ratios[OVERLAPPING_RATIO].seen
+    slots = plan.batch.slots
+    pages = jnp.where(slots[:, None] >= 0, plan.entry_table[jnp.maximum(slots, 0)], -1)
+    scores = indexer_logits(query, weight, keys, Batch(plan.batch.packed.row, pages, seen))
+    return top_k(scores, seen, config.index_topk)

@@ -11,7 +11,6 @@ from dspark_jax.models.deepseek_v4 import entries, hyper_connections, ring
 from dspark_jax.models.deepseek_v4.batch import locate_rows
 from dspark_jax.models.deepseek_v4.compressor import compress
 from dspark_jax.models.deepseek_v4.config import Yarn
-from dspark_jax.models.deepseek_v4.indexer import best_entries, index_scores
 from dspark_jax.models.deepseek_v4.moe import moe, route
 from dspark_jax.models.deepseek_v4.plan import make_plan
 from dspark_jax.models.deepseek_v4.rope import frequencies, phases, rotate_tail
@@ -129,27 +128,6 @@ def test_a_batch_closes_every_entry_whose_last_token_it_holds():
     assert {*np.asarray(entry[1])} - {-1} == {1, 2}
     assert (np.asarray(entry[2]) == -1).all()
     assert sorted(np.asarray(last[1])) == [7, 11]
-
-
-def test_index_scores_are_the_weighted_sum_of_what_each_head_likes():
-    query, weight, keys = normal(2, 3, 4, 5), normal(2, 3, 4), normal(2, 7, 5)
-    liked = np.maximum(np.einsum("awji,aki->awjk", query, keys), 0)
-    wanted = np.einsum("awj,awjk->awk", weight, liked)
-    np.testing.assert_allclose(index_scores(query, weight, keys), wanted, atol=1e-5)
-
-
-def test_the_best_entries_are_visible_ones_whatever_their_scores():
-    scores = jnp.array([[1.0, 3.0, 2.0, 9.0], [jnp.nan, 1.0, jnp.nan, 5.0], [-jnp.inf] * 4])
-    best = np.asarray(best_entries(scores, jnp.array([3, 3, 2]), 3))
-    np.testing.assert_array_equal(best[0], [1, 2, 0])
-    assert {*best[1]} == {0, 1, 2}
-    np.testing.assert_array_equal(best[2], [1, 0, -1])
-    np.testing.assert_array_equal(best_entries(scores, jnp.zeros(3, jnp.int32), 3), -1)
-
-
-def test_among_equal_scores_the_later_entry_is_chosen():
-    scores = jnp.array([[0.0, 1.0, 0.0, -1.0, 0.0, 5.0]])
-    np.testing.assert_array_equal(best_entries(scores, jnp.array([5]), 3), [[1, 4, 2]])
 
 
 def test_hash_layers_choose_by_token_and_weigh_by_score(toy):
