@@ -57,6 +57,8 @@ class DeepseekV32Config:
     yarn_mscale: float = 1.0
     num_nextn_predict_layers: int = 0
 
+    model_type = "deepseek_v32"
+
     @property
     def family(self) -> ModuleType:
         """The module that implements the target protocol (``models/protocol.py``)."""

@@ -16,7 +16,7 @@ from dspark_jax.models.deepseek_v4 import entries, ring
 from dspark_jax.models.deepseek_v4.cache import CompressorCache
 from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
 from dspark_jax.models.deepseek_v4.plan import Plan
-from dspark_jax.models.deepseek_v4.rope import rotate_tail
+from dspark_jax.models.deepseek_v4.rope import Phases, rotate_tail
 from dspark_jax.models.deepseek_v4.weights import Compressor
 from dspark_jax.models.layers import linear, rms_norm
 
@@ -31,14 +31,24 @@ def compress(
     """Store the batch's tokens and write every entry that one of them closes."""
     ratio = weights.ape.shape[0]
     mine = plan.ratios[ratio]
-    wide = x.astype(jnp.float32)
-    gate = linear(wide, weights.gate) + weights.ape[jnp.maximum(plan.batch.position, 0) % ratio]
-    pair = jnp.concatenate([linear(wide, weights.kv), gate], axis=-1)
+    pair = token_pairs(weights, x, jnp.maximum(plan.batch.position, 0))
     state, recent = ring.extend(mine.state, cache.state, plan.batch, pair)
-    pooled = pool_entries(ratio, recent.reshape(-1, recent.shape[-1]), mine.pooled)
-    normed = rms_norm(pooled.astype(x.dtype), weights.norm, config.rms_norm_eps)
-    turned = rotate_tail(normed, mine.turn)
+    pooled = [
+        pool_entries(ratio, rings.reshape(-1, rings.shape[-1]), rows)
+        for rings, rows in zip(recent, mine.pooled, strict=True)
+    ]
+    every = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in pooled])
+    turned = turn_entries(config, weights, every.astype(x.dtype), mine.turn)
     return CompressorCache(state, entries.write(cache.entries, mine.place, turned))
+
+
+def token_pairs(
+    weights: Compressor, x: Float[Array, "*B D"], position: Int[Array, "*B"]
+) -> Float[Array, "*B 2C"]:
+    """fp32 (c, z) of tokens at ``position``, side by side."""
+    wide = x.astype(jnp.float32)
+    gate = linear(wide, weights.gate) + weights.ape[position % weights.ape.shape[0]]
+    return jnp.concatenate([linear(wide, weights.kv), gate], axis=-1)
 
 
 def pool_entries(
@@ -52,6 +62,13 @@ def pool_entries(
     # a finite floor, so that an entry pooled from nothing is a number and not NaN
     gate = jnp.where(there, gate, jnp.finfo(jnp.float32).min)
     return (jax.nn.softmax(gate, axis=-2) * value).sum(axis=-2)
+
+
+def turn_entries(
+    config: DeepseekV4Config, weights: Compressor, pooled: Float[Array, "*B E"], turn: Phases
+) -> Float[Array, "*B E"]:
+    """Pooled entries normed, and turned by the phases of where their windows start."""
+    return rotate_tail(rms_norm(pooled, weights.norm, config.rms_norm_eps), turn)
 
 
 def _halves(ratio: int, channels: Float[Array, "*B 2r 2E"]) -> Float[Array, "*B 2r E"]:

@@ -65,6 +65,8 @@ class DeepseekV4Config:
     compress_yarn: Yarn | None
     max_position_embeddings: int
 
+    model_type = "deepseek_v4"
+
     @property
     def family(self) -> ModuleType:
         """The module that implements the target protocol (``models/protocol.py``)."""
