@@ -8,7 +8,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.state import RUNNING, Logprobs, Requests, State, init_state
@@ -115,7 +115,7 @@ class Generated:
         finish: ``[S]`` ``state.STOP``, ``LENGTH`` or ``CONTEXT``.
         steps: ``[S]`` steps taken.
         windows, accepted, commits: ``[S, M]`` per step (see ``State``).
-        logprobs: None unless asked for.
+        logprobs, confidence_log: None unless asked for (see ``State``).
     """
 
     tokens: Int[Array, "S M"]
@@ -126,6 +126,7 @@ class Generated:
     accepted: Int[Array, "S M"]
     commits: Int[Array, "S M"]
     logprobs: Logprobs | None
+    confidence_log: Float[Array, "S M G"] | None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_tokens", "chunk"))
@@ -178,4 +179,5 @@ def generate(
         accepted=state.accepted,
         commits=state.commits,
         logprobs=state.logprobs,
+        confidence_log=state.confidence_log,
     )

@@ -12,7 +12,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def profile(
     config: EngineConfig,
     *,
     temperature: float = 0.0,
+    shares: Sequence[float] = SHARES,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Measure a cost table (``schedule.cost``) for engines of this configuration.
@@ -113,6 +114,7 @@ def profile(
     Args:
         config: mode "compact"; its tiers, context and page size are those that are timed.
         temperature: above 0, drafts and verification draw, which costs time of its own.
+        shares: contexts measured, as shares of the longest that every request can have.
 
     Returns:
         The content of the file; ``samples`` lists every timing behind a median.
@@ -163,8 +165,8 @@ def profile(
         buckets = config.stepping(step, batch).buckets
         sizes = [(bucket, 0) for bucket in buckets]
         sizes += [(buckets[-1], pieces) for pieces in prompts]
-        shares = sorted({max(1, int(longest * share)) for share in SHARES})
-        plans.append((batch, sizes, [batch * rows for rows in shares]))
+        lengths = sorted({max(1, int(longest * share)) for share in shares})
+        plans.append((batch, sizes, [batch * rows for rows in lengths]))
 
     def lowered() -> Iterator[jax.stages.Lowered]:
         for batch, sizes, _ in plans:
@@ -189,7 +191,7 @@ def profile(
             rows = [bucket + pieces * config.prompt_width for bucket, pieces in sizes]
             verify = [by_context("verify", batch, contexts, *size) for size in sizes]
             drafted = [by_context("draft", batch, contexts, depth) for depth in depths]
-            shares = [sum(seconds) / sum(drafted[-1]) for seconds in drafted]
+            walked = [sum(seconds) / sum(drafted[-1]) for seconds in drafted]
             tiers.append(
                 {
                     "requests": batch,
@@ -197,7 +199,7 @@ def profile(
                     "largest_bucket": batch * step.width,
                     "verify": {"tokens": rows, "seconds": verify},
                     "draft": drafted[-1],
-                    "walk": {"depths": depths, "shares": shares},
+                    "walk": {"depths": depths, "shares": walked},
                 }
             )
     return {
@@ -250,7 +252,7 @@ def _occupied(
         ),
     )
     table = contiguous(batch, context, config.page_size)
-    state = lanes.with_tables(state, table)
+    state = lanes.with_tables(state, table, jnp.arange(batch, dtype=jnp.int32))
     if hasattr(state.context, "table"):
         # a donated state must not hold one array twice
         state = state.replace(context=state.context.replace(table=jnp.copy(table)))
