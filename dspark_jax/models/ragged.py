@@ -9,6 +9,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.ragged_pack import ragged_pack
+
 
 @flax.struct.dataclass
 class Packed:
@@ -144,21 +146,4 @@ def compact(
 
     ``sum(count)`` must not exceed ``size``: the caller picks the bucket that holds it.
     """
-    requests, width = tokens.shape
-    ends = jnp.cumsum(count)
-    starts = ends - count
-    index = jnp.arange(size, dtype=jnp.int32)
-    request = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    valid = request < requests
-    owner = jnp.where(valid, request, 0)
-    offset = index - starts[owner]
-    picked = tokens[owner, jnp.clip(offset, 0, width - 1)]
-    column = jnp.arange(width, dtype=jnp.int32)[None]
-    row = jnp.where(column < count[:, None], starts[:, None] + column, size)
-    return Packed(
-        tokens=jnp.where(valid, picked, 0),
-        request=jnp.where(valid, request, requests),
-        position=jnp.where(valid, start[owner] + offset, 0),
-        row=row.astype(jnp.int32),
-        rectangular=False,
-    )
+    return Packed(*ragged_pack(tokens, start, count, size))

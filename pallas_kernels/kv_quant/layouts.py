@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,16 @@ class Layout:
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.number_bytes + self.scale_bytes
+
+    def starts(self, offset: Any, page_size: int) -> tuple[Any, Any, Any]:
+        """Bytes of a page where numbers, plain numbers and scales of row ``offset`` start."""
+        if self.exponents:
+            first = offset * self.number_bytes
+            scales = page_size * self.number_bytes + offset * self.scale_bytes
+            return first, first + self.quantised, scales
+        first = offset * self.row_bytes
+        scales = first + self.quantised
+        return first, scales + self.scale_bytes, scales
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page, whose stride FlashMLA wants to be a multiple of a row's numbers."""

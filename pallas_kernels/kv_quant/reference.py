@@ -1,4 +1,4 @@
-"""Quantisation of latent rows in pure JAX: the definition of the bytes."""
+"""Quantisation of latent rows in pure JAX: the definition of the bytes, and XLA's way there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ LARGEST = 448.0
 
 LEAST_SCALE = 1e-4
 """Before it is rounded up to a power of two; keeps a block of zeros from dividing by zero."""
+
+_RUNS = lax.ScatterDimensionNumbers(
+    update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+)
+"""Runs of bytes of pages."""
 
 
 def quantise(rows: Float[Array, "*B W"], layout: Layout) -> UInt8[Array, "*B C"]:
@@ -85,14 +90,21 @@ def write(
 ) -> UInt8[Array, "..."]:
     """``pool`` with each row quantised into slot ``page * page_size + offset``.
 
-    A slot below 0 or past the pool writes nothing.
+    Same arguments and result as `pallas_kernels.kv_quant.write`.
     """
+    count = rows.shape[0]
     packed = quantise(rows, layout)
-    page, places = _places(slots, layout, page_size)
-    flat = pool.reshape(pool.shape[0], -1)
     inside = (slots >= 0) & (slots < pool.shape[0] * page_size)
-    page = jnp.where(inside, page, pool.shape[0])
-    return flat.at[page[:, None], places].set(packed, mode="drop").reshape(pool.shape)
+    # Pages past the end, no two of them the same, so that all places are distinct.
+    page = jnp.where(inside, slots // page_size, pool.shape[0] + jnp.arange(count))
+    first, _, scales = layout.starts(slots % page_size, page_size)
+    cuts = [layout.number_bytes] if layout.exponents else []
+    flat = pool.reshape(pool.shape[0], -1)
+    for start, part in zip((first, scales), jnp.split(packed, cuts, axis=1), strict=False):
+        flat = lax.scatter(
+            flat, jnp.stack([page, start], axis=1), part, _RUNS, unique_indices=True, mode="drop"
+        )
+    return flat.reshape(pool.shape)
 
 
 def read(
@@ -114,13 +126,12 @@ def _places(
 ) -> tuple[Int[Array, "*B"], Int[Array, "*B C"]]:
     """Page of each slot, and where its bytes are in the page."""
     page, offset = slots // page_size, slots % page_size
+    first, _, scales = layout.starts(offset[..., None], page_size)
     byte = jnp.arange(layout.row_bytes, dtype=jnp.int32)
     if not layout.exponents:
-        return page, offset[..., None] * layout.row_bytes + byte
-    of_number = offset[..., None] * layout.number_bytes + byte
-    scales = page_size * layout.number_bytes + offset[..., None] * layout.scale_bytes
+        return page, first + byte
     of_scale = scales + byte - layout.number_bytes
-    return page, jnp.where(byte < layout.number_bytes, of_number, of_scale)
+    return page, jnp.where(byte < layout.number_bytes, first + byte, of_scale)
 
 
 def _power_of_two(exponent: Int[Array, "*B"]) -> Float[Array, "*B"]:
