@@ -25,7 +25,10 @@ class DrafterFamily(Protocol):
         ...
 
     def init_context_pages(self, config: Any, slots: int, pool: PagePool, dtype: Any) -> Any:
-        """An empty paged context cache with a ``table``. Only the engine asks for it."""
+        """An empty paged context cache with a ``table``. Only the engine asks for it.
+
+        ``ring_table`` and ``BESIDE_PAGES`` as in ``models.protocol``.
+        """
         ...
 
     def commit_context(

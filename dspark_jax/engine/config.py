@@ -39,7 +39,8 @@ class EngineConfig:
         calibration: STS temperatures, or the path of their file.
         page_size: rows of a page; a multiple of 64 suits the GPU kernel.
         pages: pages of the pool; None holds the whole context of every request.
-        prefix_reuse: keep full pages for later requests whose text begins the same.
+        prefix_reuse: keep full pages for later requests whose text begins the same; None does
+            wherever pages hold all that target and drafter keep of a text.
         prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most, and an
             even number.
         max_batched_tokens: most rows of a step: full windows of all requests, and as many pieces
@@ -72,7 +73,7 @@ class EngineConfig:
     calibration: Calibration | str | Path | None = None
     page_size: int = 64
     pages: int | None = None
-    prefix_reuse: bool = True
+    prefix_reuse: bool | None = None
     prompt_width: int = 16
     max_batched_tokens: int | None = None
     batch_tiers: tuple[int, ...] | None = None

@@ -71,6 +71,7 @@ class Engine:
         step = served_step(target, drafter, config)
         if not step.drafts:
             drafter = None
+        reuse = _reuses_prefixes(target, drafter, config)
         self.target, self.drafter, self.config = target, drafter, config
         self.context = context_limit(target.config, config.max_context)
         pool, columns = config.pool(self.context), config.columns(self.context)
@@ -126,7 +127,7 @@ class Engine:
             pieces=pieces,
             prompt_width=config.prompt_width,
             steps=config.steps,
-            prefix_reuse=config.prefix_reuse,
+            prefix_reuse=reuse,
         )
         self._correction = None
         if config.correct_costs and step.mode == "compact" and step.threshold is None:
@@ -434,6 +435,28 @@ def served_step(
         return step
     priced = config.cost_table is not None and config.threshold is None
     return dataclasses.replace(step, walk_caps=depth_caps(None, step.depth, priced))
+
+
+def _reuses_prefixes(
+    target: LoadedTarget, drafter: LoadedDrafter | None, config: EngineConfig
+) -> bool:
+    """Whether full pages are kept for later requests.
+
+    Raises:
+        ValueError: they are to be, and do not hold all that a part keeps of a text.
+    """
+    for part, loaded in (("target", target), ("drafter", drafter)):
+        family = None if loaded is None else loaded.config.family
+        beside = getattr(family, "BESIDE_PAGES", None)
+        if loaded is None or beside is None:
+            continue
+        if config.prefix_reuse:
+            raise ValueError(
+                f"prefix_reuse is True; wanted None or False: {part} {loaded.name} keeps {beside} "
+                "beside its pages, which another request could not take over"
+            )
+        return False
+    return config.prefix_reuse is not False
 
 
 def _check_paged(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:

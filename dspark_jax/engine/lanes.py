@@ -2,7 +2,7 @@
 
 The engine's state has one row a slot. A dispatch names its lanes, the slots that take part; their
 rows are gathered into a smaller state, `decode_step` advances that, and the rows go back. Pages
-need no gathering: the lanes bring their page tables.
+and rings need no gathering: the lanes bring tables of them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def start(
         drafted = config.drafter.family.init_context_pages(config.drafter, slots, pool, dtype)
     requests = dataclasses.replace(blank.requests, context=jnp.full((slots,), context, jnp.int32))
     state = blank.replace(cache=cache, context=drafted, requests=requests, logprobs=None)
-    return with_tables(state, None)
+    return with_tables(state, None, None)
 
 
 def admit(state: State, starting: Starting) -> State:
@@ -162,16 +162,21 @@ def mixed(
     return _leave(state, inner, lanes), Report(record[0], record[1], jnp.ones((), jnp.int32))
 
 
-def with_tables(state: State, table: Array | None) -> State:
-    """The state with this page table in its caches; between dispatches the host keeps it.
+def with_tables(
+    state: State, table: Int[Array, "L C"] | None, slots: Int[Array, "L"] | None
+) -> State:
+    """The state with these pages and slots of its lanes in its caches; None between dispatches.
 
-    Target and drafter rows lie in the same pages, each in a pool of its own. A context that
-    is no paged cache (a toy drafter's) has no table.
+    Target and drafter rows lie in the same pages, each in a pool of its own. What a cache keeps
+    beside pages lies in a ring of the lane's slot. A cache that has neither gets neither.
     """
-    context = state.context
-    if hasattr(context, "table"):
-        context = context.replace(table=table)
-    return state.replace(cache=state.cache.replace(table=table), context=context)
+
+    def placed(cache: Any) -> Any:
+        found = {"table": table, "ring_table": None if slots is None else slots[:, None]}
+        found = {name: where for name, where in found.items() if hasattr(cache, name)}
+        return cache.replace(**found) if found else cache
+
+    return state.replace(cache=placed(state.cache), context=placed(state.context))
 
 
 def _by_slot(state: State) -> dict[str, Any]:
@@ -193,8 +198,9 @@ def _put_slots(state: State, rows: dict[str, Any]) -> State:
 
 def _enter(state: State, lanes: Lanes) -> State:
     """The lanes' part of the state, with their pages."""
-    inner = with_tables(state, lanes.table)
     slots = lanes.slots
+    every = jnp.arange(state.slots, dtype=jnp.int32) if slots is None else slots
+    inner = with_tables(state, lanes.table, every)
     if slots is not None:
         rows = jax.tree.map(
             # a padding lane shows some slot, and does not decode
@@ -207,7 +213,7 @@ def _enter(state: State, lanes: Lanes) -> State:
 
 def _leave(state: State, inner: State, lanes: Lanes) -> State:
     """The whole state after its lanes have stepped."""
-    inner = with_tables(inner, None)
+    inner = with_tables(inner, None, None)
     if lanes.slots is None:
         return inner
     rows = jax.tree.map(

@@ -25,7 +25,12 @@ class TargetFamily(Protocol):
         ...
 
     def init_pages(self, config: Any, slots: int, pool: PagePool, dtype: Any) -> Cache:
-        """An empty paged cache with a ``table`` (``models.pages``). Only the engine asks for it."""
+        """An empty paged cache with a ``table`` (``models.pages``). Only the engine asks for it.
+
+        What a cache keeps by slot and not in pages lies where its ``ring_table`` ``[S, 1]``
+        says. A family with such a cache names those rows in ``BESIDE_PAGES``: its pages alone
+        do not bring a text back, so that no request takes over those of another.
+        """
         ...
 
     def forward(

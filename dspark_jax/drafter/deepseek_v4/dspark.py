@@ -21,8 +21,10 @@ from dspark_jax.models.deepseek_v4.moe import moe
 from dspark_jax.models.deepseek_v4.rope import Phases, phases
 from dspark_jax.models.deepseek_v4.weights import Layer
 from dspark_jax.models.layers import linear, rms_norm
-from dspark_jax.models.pages import contiguous, locate
+from dspark_jax.models.pages import PagePool, contiguous, locate
 from pallas_kernels.sparse_mla import Selection, sparse_mla
+
+BESIDE_PAGES = "rings of context rows"
 
 
 def init_context(
@@ -32,8 +34,15 @@ def init_context(
     shape = (slots, config.target.sliding_window, config.target.head_dim)
     return RingContext(
         rings=tuple(jnp.zeros(shape, dtype) for _ in range(config.stages)),
-        table=contiguous(slots, 1, 1),
+        ring_table=contiguous(slots, 1, 1),
     )
+
+
+def init_context_pages(
+    config: DeepseekV4DrafterConfig, slots: int, pool: PagePool, dtype: Any
+) -> RingContext:
+    """The same: nothing of it lies in pages."""
+    return init_context(config, slots, pool.size, dtype)
 
 
 def commit_context(
@@ -48,12 +57,12 @@ def commit_context(
 
     Of more rows of one slot than its ring holds, the last ones are written.
     """
-    slots, length = context.table.shape[0], context.rings[0].shape[1]
+    slots, length = context.ring_table.shape[0], context.rings[0].shape[1]
     known = (slot >= 0) & (slot < slots) & (position >= 0)
     slot = jnp.where(known, slot, slots)
     end = jnp.zeros(slots, jnp.int32).at[slot].max(position + 1, mode="drop")
     kept = known & (position >= jnp.take(end, slot, mode="fill", fill_value=0) - length)
-    ring, offset = locate(context.table, jnp.where(kept, slot, -1), position % length, length)
+    ring, offset = locate(context.ring_table, jnp.where(kept, slot, -1), position % length, length)
     main = rms_norm(
         linear(taps.astype(weights.main_proj.dtype), weights.main_proj),
         weights.main_norm,
@@ -148,7 +157,7 @@ def _past(
     pool = context.rings[0]
     rings, length = pool.shape[:2]
     slot = jnp.arange(start.shape[0], dtype=jnp.int32)
-    ring, _ = locate(context.table, slot, jnp.zeros_like(slot), length)
+    ring, _ = locate(context.ring_table, slot, jnp.zeros_like(slot), length)
     count = jnp.minimum(start, length)
     nth = jnp.arange(length, dtype=jnp.int32)
     row = ring[:, None] * length + (start[:, None] - count[:, None] + nth) % length

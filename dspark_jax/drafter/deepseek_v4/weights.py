@@ -30,8 +30,8 @@ class DeepseekV4DrafterWeights:
 class RingContext(flax.struct.PyTreeNode):
     """Key-value rows of the last committed tokens, one pool of rings a stage.
 
-    The row of position p lies at ``p % R`` of its slot's ring, which ``table`` names.
+    The row of position p lies at ``p % R`` of its slot's ring, which ``ring_table`` names.
     """
 
     rings: tuple[Float[Array, "N R E"], ...]
-    table: Int[Array, "S 1"]
+    ring_table: Int[Array, "S 1"]

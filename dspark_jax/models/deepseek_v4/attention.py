@@ -36,29 +36,22 @@ def attention(
     query_low, query = project_query(config, weights, x, turn)
     row = project_row(config, weights, x, turn)
     window, readable = ring.extend(plan.window, layer.window, plan.batch, row)
-    extra, compressed, index = None, layer.compressed, layer.index
+    entries, compressed, index = None, layer.compressed, layer.index
     if compressor is not None:
         assert compressed is not None
         compressed = compress(config, compressor, compressed, plan, x)
         if indexer is None:
-            chosen = all_entries(plan, ratio, compressed.entries.shape[1])
+            chosen = all_entries(plan, ratio)
         else:
             assert index is not None
             index = compress(config, indexer.compressor, index, plan, x)
             chosen = choose_entries(config, indexer, index.entries, plan, x, query_low)
-        extra = Selection(
+        entries = Selection(
             compressed.entries,
             plan.entry_rows(ratio, chosen),
             jnp.minimum(plan.ratios[ratio].seen, chosen.shape[1]),
         )
-    attended, _ = sparse_mla(
-        query,
-        Selection(readable, plan.window_rows, plan.window_count),
-        extra,
-        sm_scale=config.head_dim**-0.5,
-        sinks=weights.sink,
-        value_width=config.head_dim,
-    )
+    attended = _attend(config, weights, plan, query, readable, entries)
     return project_out(config, weights, attended, turn), LayerCache(window, compressed, index)
 
 
@@ -91,7 +84,38 @@ def project_out(
     return linear(low.reshape(*low.shape[:-2], -1), weights.out_b)
 
 
-def all_entries(plan: Plan, ratio: int, page_size: int) -> Int[Array, "T K"]:
-    """Every entry that each token sees, then -1; K is what a slot's pages hold."""
-    entry = jnp.arange(plan.entry_table.shape[1] * page_size, dtype=jnp.int32)
+def all_entries(plan: Plan, ratio: int) -> Int[Array, "T K"]:
+    """Every entry that each token sees, then -1; K is what a slot's pages hold, or 1."""
+    most = plan.table.shape[1] * plan.page_tokens // ratio
+    entry = jnp.arange(max(most, 1), dtype=jnp.int32)
     return jnp.where(entry < plan.ratios[ratio].seen[:, None], entry, -1)
+
+
+def _attend(
+    config: DeepseekV4Config,
+    weights: Attention,
+    plan: Plan,
+    query: Float[Array, "T H E"],
+    readable: list[Float[Array, "M Q E"]],
+    entries: Selection | None,
+) -> Float[Array, "T H E"]:
+    """Each part of the batch over the rings that it reads, and over ``entries`` if there are."""
+    packed, attended = plan.batch.packed, []
+    counts = packed.split(plan.window_count)
+    chosen: list[Selection | None] = [None] * len(counts)
+    if entries is not None:
+        lists = zip(packed.split(entries.indices), packed.split(entries.lengths), strict=True)
+        chosen = [Selection(entries.pool, *one) for one in lists]
+    for some, rings, rows, count, extra in zip(
+        packed.split(query), readable, plan.window_rows, counts, chosen, strict=True
+    ):
+        out, _ = sparse_mla(
+            some,
+            Selection(rings, rows, count),
+            extra,
+            sm_scale=config.head_dim**-0.5,
+            sinks=weights.sink,
+            value_width=config.head_dim,
+        )
+        attended.append(out)
+    return packed.join(attended)

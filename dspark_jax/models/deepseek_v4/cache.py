@@ -1,7 +1,7 @@
 """What DeepSeek-V4 keeps of a request: rings of recent rows, and compressed entries for ever.
 
-Entries live in pages of PAGE_TOKENS tokens, so one page table serves every ratio: a page holds
-``PAGE_TOKENS / ratio`` entries of each layer. Rings are pools of one page a slot.
+Entries lie in pages of tokens, so one page table serves every ratio (``entries``). Rings are pools
+of one ring a slot: they belong to whoever has the slot, and no page brings them back.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.models.deepseek_v4 import ring
+from dspark_jax.models.deepseek_v4 import entries, ring
 from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
-from dspark_jax.models.pages import contiguous
+from dspark_jax.models.pages import PagePool, contiguous
 
 PAGE_TOKENS = 256
+"""Tokens of a page where nobody asks for another size."""
 
 
 @flax.struct.dataclass
@@ -47,25 +48,65 @@ class DeepseekV4Cache(flax.struct.PyTreeNode):
     Attributes:
         layers: one a layer, never stacked.
         ring_table: ``[S, 1]`` the ring of each slot, in every pool of rings.
-        entry_table: ``[S, C]`` the pages of each slot's entries, in every pool of entries.
+        table: ``[S, C]`` the pages of each slot's entries, in every pool of entries.
         length: ``[S]`` committed rows; what lies past them is scratch.
+        page_tokens: tokens of a page.
     """
 
     layers: tuple[LayerCache, ...]
     ring_table: Int[Array, "S 1"]
-    entry_table: Int[Array, "S C"]
+    table: Int[Array, "S C"]
     length: Int[Array, "S"]
+    page_tokens: int = flax.struct.field(pytree_node=False)
 
 
 def init_cache(config: DeepseekV4Config, slots: int, capacity: int, dtype: Any) -> DeepseekV4Cache:
     """An empty cache for ``slots`` requests of ``capacity`` rows each."""
-    entry_table = contiguous(slots, capacity, PAGE_TOKENS)
-    pages = entry_table.size
+    return _empty(config, slots, contiguous(slots, capacity, PAGE_TOKENS), None, dtype)
+
+
+def init_pages(config: DeepseekV4Config, slots: int, pool: PagePool, dtype: Any) -> DeepseekV4Cache:
+    """An empty paged cache: every slot has its rings, and none a page.
+
+    Raises:
+        ValueError: a page size that entries do not fit.
+    """
+    for ratio in set(config.compress_ratios) - {0}:
+        # an indexer reads the entries of a page as many rows on end
+        divides = ratio % pool.size == 0 and ratio != OVERLAPPING_RATIO
+        if pool.size % ratio and not divides:
+            raise ValueError(
+                f"page_size is {pool.size} tokens, entries stand for {config.compress_ratios} of "
+                f"them; wanted a multiple of {OVERLAPPING_RATIO} that divides the others or that "
+                "they divide"
+            )
+    return _empty(config, slots, pool.empty_table(slots), pool, dtype)
+
+
+def span(ratio: int) -> int:
+    """Tokens that an entry is pooled from."""
+    return 2 * ratio if ratio == OVERLAPPING_RATIO else ratio
+
+
+def channels(ratio: int, width: int) -> int:
+    """Numbers a token brings to a compressor: one set for each window it takes part in."""
+    return 2 * width if ratio == OVERLAPPING_RATIO else width
+
+
+def _empty(
+    config: DeepseekV4Config,
+    slots: int,
+    table: Int[Array, "S C"],
+    pool: PagePool | None,
+    dtype: Any,
+) -> DeepseekV4Cache:
+    """Rings by slot, and pages of ``pool``, or those that ``table`` names."""
+    pages, tokens = (table.size, PAGE_TOKENS) if pool is None else (pool.count, pool.size)
 
     def compressor(ratio: int, width: int) -> CompressorCache:
         return CompressorCache(
             state=ring.init(slots, span(ratio) - 1, 2 * channels(ratio, width), jnp.float32),
-            entries=jnp.zeros((pages, page_size(ratio), width), dtype),
+            entries=jnp.zeros((pages, entries.page_size(tokens, ratio), width), dtype),
         )
 
     def layer(ratio: int) -> LayerCache:
@@ -79,21 +120,7 @@ def init_cache(config: DeepseekV4Config, slots: int, capacity: int, dtype: Any) 
     return DeepseekV4Cache(
         layers=tuple(layer(ratio) for ratio in config.compress_ratios),
         ring_table=contiguous(slots, 1, 1),
-        entry_table=entry_table,
+        table=table,
         length=jnp.zeros(slots, jnp.int32),
+        page_tokens=tokens,
     )
-
-
-def page_size(ratio: int) -> int:
-    """Entries of a page."""
-    return PAGE_TOKENS // ratio
-
-
-def span(ratio: int) -> int:
-    """Tokens that an entry is pooled from."""
-    return 2 * ratio if ratio == OVERLAPPING_RATIO else ratio
-
-
-def channels(ratio: int, width: int) -> int:
-    """Numbers a token brings to a compressor: one set for each window it takes part in."""
-    return 2 * width if ratio == OVERLAPPING_RATIO else width

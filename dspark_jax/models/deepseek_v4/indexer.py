@@ -42,7 +42,11 @@ def choose_entries(
     query = rotate_tail(query, for_heads(plan.turn_of(OVERLAPPING_RATIO)))
     weight = linear(x, weights.head_weight, jnp.float32) * (heads * width) ** -0.5
     seen = plan.ratios[OVERLAPPING_RATIO].seen
-    slots = plan.batch.slots
-    pages = jnp.where(slots[:, None] >= 0, plan.entry_table[jnp.maximum(slots, 0)], -1)
-    scores = indexer_logits(query, weight, keys, Batch(plan.batch.packed.row, pages, seen))
+    packed = plan.batch.packed
+    scores = packed.join(
+        indexer_logits(some, gate, keys, Batch(part.packed.row, plan.pages_of(part), shown))
+        for part, some, gate, shown in zip(
+            plan.batch.parts, *map(packed.split, (query, weight, seen)), strict=True
+        )
+    )
     return top_k(scores, seen, config.index_topk)

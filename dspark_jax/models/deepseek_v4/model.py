@@ -8,31 +8,48 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.models.deepseek_v4 import hyper_connections as mhc
 from dspark_jax.models.deepseek_v4.attention import attention
 from dspark_jax.models.deepseek_v4.batch import locate_rows
-from dspark_jax.models.deepseek_v4.cache import DeepseekV4Cache, LayerCache, init_cache
+from dspark_jax.models.deepseek_v4.cache import (
+    DeepseekV4Cache,
+    LayerCache,
+    init_cache,
+    init_pages,
+)
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.moe import moe
 from dspark_jax.models.deepseek_v4.plan import Plan, make_plan
 from dspark_jax.models.deepseek_v4.weights import DeepseekV4Weights, Layer
 from dspark_jax.models.layers import linear, rms_norm
-from dspark_jax.models.ragged import Packed
+from dspark_jax.models.ragged import Mixed, Packed
 from dspark_jax.models.taps import check_taps
 
-__all__ = ["commit", "forward", "init_cache", "input_embedding", "output_embedding", "unembed"]
+__all__ = [
+    "BESIDE_PAGES",
+    "commit",
+    "forward",
+    "init_cache",
+    "init_pages",
+    "input_embedding",
+    "output_embedding",
+    "unembed",
+]
+
+BESIDE_PAGES = "rings of raw rows and of compressor states"
 
 
 def forward(
     config: DeepseekV4Config,
     weights: DeepseekV4Weights,
     cache: DeepseekV4Cache,
-    packed: Packed,
+    packed: Packed | Mixed,
     *,
     taps: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "T D"], Float[Array, "T n*D"], DeepseekV4Cache]:
     """Run packed rows through the decoder and write their cache rows.
 
     Args:
-        packed: the query rows; their positions must continue what their slots hold. Where
-            ``packed.row`` is wider than ``config.verify_rows``, all of them must be committed.
+        packed: the query rows; their positions must continue what their slots hold. Where a
+            slot has more than ``config.verify_rows`` of them, all must be committed. Requests
+            with ``slots`` may be pieces of one text.
         taps: layers whose output is wanted: -1 the embedding, i the mean of the residual
             streams after layer i.
 

@@ -25,7 +25,7 @@ def test_entries_chosen_of_ragged_batches_full_of_ties(toy, indexer_as):
     rows, random = 24, np.random.default_rng(12)
     cache = model.init_cache(config, SLOTS, CAPACITY, jnp.bfloat16)
     pages, size, _ = cache.layers[0].index.entries.shape
-    columns = cache.entry_table.shape[1]
+    columns = cache.table.shape[1]
     table = random.permutation(pages).reshape(SLOTS, columns).astype(np.int32)
     keys = ternary(random, pages, size, WIDTH)
     # a query is the sum of the few rows of the matrix that its token names
@@ -42,7 +42,7 @@ def test_entries_chosen_of_ragged_batches_full_of_ties(toy, indexer_as):
     @jax.jit
     def run(keys, weight, low):
         plan = make_plan(
-            config, cache.replace(entry_table=jnp.asarray(table)), locate_rows(packed, SLOTS)
+            config, cache.replace(table=jnp.asarray(table)), locate_rows(packed, SLOTS)
         )
         cosine, sine = plan.turn[1]
         plan = plan.replace(turn=(plan.turn[0], (jnp.ones_like(cosine), jnp.zeros_like(sine))))

@@ -130,11 +130,11 @@ def test_the_same_batch_gives_the_same_bits(toy, texts):
 def test_pages_may_lie_anywhere_in_their_pools(toy, texts, wanted):
     """Rings swapped and pages of entries shuffled, with garbage in all of them."""
     cache = toy.cache(2)
-    assert cache.entry_table.shape == (2, 4)
+    assert cache.table.shape == (2, 4)
     cache = cache.replace(
         layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.layers),
         ring_table=jnp.array([[1], [0]]),
-        entry_table=jnp.array([[6, 1, 3, -1], [2, 7, 0, 5]]),
+        table=jnp.array([[6, 1, 3, -1], [2, 7, 0, 5]]),
     )
     assert largest_error(in_windows(toy, texts, cache), wanted) < TOLERANCE
 

@@ -122,7 +122,7 @@ def test_a_batch_closes_every_entry_whose_last_token_it_holds():
     packed = rectangle(
         jnp.zeros((3, 6), jnp.int32), jnp.array([2, 7, 8]), jnp.array([6, 5, 0]), jnp.arange(3)
     )
-    closing = jax.jit(lambda packed: entries.closing(locate_rows(packed, 3), 4))
+    closing = jax.jit(lambda packed: entries.closing(locate_rows(packed, 3).parts[0], 4))
     entry, last = closing(packed)
     assert {*np.asarray(entry[0])} - {-1} == {0, 1}
     assert {*np.asarray(entry[1])} - {-1} == {1, 2}
@@ -182,7 +182,8 @@ def test_a_ring_is_read_by_position_and_has_nothing_before_the_first():
     length = 3 + ring.SCRATCH
     request = jnp.array([0, 0, 0, 1, 2])
     position = jnp.array([0, length + 2, -1, 1, 5])
-    np.testing.assert_array_equal(places.rows(request, position), [length, length + 2, -1, -1, -1])
+    (reading,) = places.reading
+    np.testing.assert_array_equal(reading.rows(request, position), [length, length + 2, -1, -1, -1])
     np.testing.assert_array_equal(places.write[1][:4], np.arange(30, 34) % length)
     # the second request has no ring, and its last two rows are padding
     assert (places.write[0][:4] == 1).all()

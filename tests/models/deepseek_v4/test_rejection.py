@@ -57,7 +57,8 @@ def test_the_widest_batch_that_may_be_rejected_still_leaves_its_history(toy, tex
     for length in range(begin + 1, begin + 9):
         tokens = np.zeros((2, rows), np.int32)
         tokens[:, 0] = texts[:, length - 1]
-        _, cache = toy.prefill(tokens, cache, length - 1)
+        start, count = np.full(2, length - 1), np.full(2, rows)
+        _, cache = toy.run(cache, toy.rectangle(tokens, start, count))
         # all but the first row are taken back
         cache = model.commit(toy.config, cache, jnp.full(2, length))
         start = np.full(2, length, np.int32)
