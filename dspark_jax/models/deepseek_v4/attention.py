@@ -46,11 +46,8 @@ def attention(
             assert index is not None
             index = compress(config, indexer.compressor, index, plan, x)
             chosen = choose_entries(config, indexer, index.entries, plan, x, query_low)
-        entries = Selection(
-            compressed.entries,
-            plan.entry_rows(ratio, chosen),
-            jnp.minimum(plan.ratios[ratio].seen, chosen.shape[1]),
-        )
+        count = jnp.minimum(plan.ratios[ratio].seen, chosen.shape[1])
+        entries = compressed.entries, plan.entry_rows(ratio, chosen), count
     attended = _attend(config, weights, plan, query, readable, entries)
     return project_out(config, weights, attended, turn), LayerCache(window, compressed, index)
 
@@ -97,15 +94,16 @@ def _attend(
     plan: Plan,
     query: Float[Array, "T H E"],
     readable: list[Float[Array, "M Q E"]],
-    entries: Selection | None,
+    entries: tuple[Float[Array, "M P E"], Int[Array, "T K"], Int[Array, "T"]] | None,
 ) -> Float[Array, "T H E"]:
-    """Each part of the batch over the rings that it reads, and over ``entries`` if there are."""
+    """Each part of the batch over the rings that it reads, and over listed entries of a pool."""
     packed, attended = plan.batch.packed, []
     counts = packed.split(plan.window_count)
     chosen: list[Selection | None] = [None] * len(counts)
     if entries is not None:
-        lists = zip(packed.split(entries.indices), packed.split(entries.lengths), strict=True)
-        chosen = [Selection(entries.pool, *one) for one in lists]
+        pool, *lists = entries
+        listed = zip(*map(packed.split, lists), strict=True)
+        chosen = [Selection(pool, *one) for one in listed]
     for some, rings, rows, count, extra in zip(
         packed.split(query), readable, plan.window_rows, counts, chosen, strict=True
     ):

@@ -29,11 +29,16 @@ def compress(
     x: Float[Array, "T D"],
 ) -> CompressorCache:
     """Store the batch's tokens and write every entry that one of them closes."""
-    mine = plan.ratios[weights.ape.shape[0]]
+    ratio = weights.ape.shape[0]
+    mine = plan.ratios[ratio]
     pair = token_pairs(weights, x, jnp.maximum(plan.batch.position, 0))
     state, recent = ring.extend(mine.state, cache.state, plan.batch, pair)
-    pooled = pool_entries(weights.ape.shape[0], recent.reshape(-1, recent.shape[-1]), mine.pooled)
-    turned = turn_entries(config, weights, pooled.astype(x.dtype), mine.turn)
+    pooled = [
+        pool_entries(ratio, rings.reshape(-1, rings.shape[-1]), rows)
+        for rings, rows in zip(recent, mine.pooled, strict=True)
+    ]
+    every = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in pooled])
+    turned = turn_entries(config, weights, every.astype(x.dtype), mine.turn)
     return CompressorCache(state, entries.write(cache.entries, mine.place, turned))
 
 
