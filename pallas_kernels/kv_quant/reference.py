@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -36,9 +37,11 @@ def quantise(rows: Float[Array, "*B W"], layout: Layout) -> UInt8[Array, "*B C"]
         raise ValueError(f"rows are {rows.shape[-1]} wide, wanted {layout.width}")
     blocks = rows[..., : layout.quantised].astype(jnp.float32)
     blocks = blocks.reshape(*rows.shape[:-1], -1, layout.block)
-    floor = jnp.maximum(jnp.abs(blocks).max(axis=-1) / LARGEST, LEAST_SCALE)
-    mantissa, exponent = jnp.frexp(floor)  # mantissa in [1/2, 1)
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    # Without a division, which GPUs round in their own way, and 448 sits on an edge.
+    most = jnp.maximum(jnp.abs(blocks).max(axis=-1), LARGEST * LEAST_SCALE)
+    mantissa, exponent = jnp.frexp(most)
+    full, shift = math.frexp(LARGEST)
+    exponent = exponent - shift + (mantissa > full)
     numbers = (blocks * _power_of_two(-exponent)[..., None]).astype(jnp.float8_e4m3fn)
     numbers = _bytes(numbers.reshape(*rows.shape[:-1], layout.quantised))
     plain = _bytes(rows[..., layout.quantised :].astype(jnp.bfloat16))

@@ -78,7 +78,8 @@ def ragged_pack(
         request = first + jnp.arange(tuning.requests)
         inside = request < requests
         own = plt.load(count_ref.at[request], mask=inside, other=0)
-        begin = before + jnp.cumsum(own) - own
+        earlier = jnp.arange(tuning.requests)[None] < jnp.arange(tuning.requests)[:, None]
+        begin = before + jnp.where(earlier, own[None], 0).sum(axis=1)
         position = plt.load(start_ref.at[request], mask=inside, other=0)
         column = jnp.broadcast_to(jnp.arange(cells[1])[None], cells)
         request, inside, own, begin, position = (

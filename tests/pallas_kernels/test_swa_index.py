@@ -28,15 +28,10 @@ def run(request):
 
 def operands():
     """Three requests, the second without a ring; the text's begin, padding, a wrapped ring."""
-    return tuple(
-        jnp.asarray(x, jnp.int32)
-        for x in (
-            [0, 1, 2, -1, 30, 31, 32, 200, -1, 17],
-            [0, 0, 0, 3, 1, 1, 1, 2, 3, 2],
-            [4, -1, 7],
-            [-6, 20, 10],
-        )
-    )
+    position = jnp.asarray([0, 1, 2, -1, 30, 31, 32, 200, -1, 17], jnp.int32)
+    request = jnp.asarray([0, 0, 0, 3, 1, 1, 1, 2, 3, 2], jnp.int32)
+    ring = jnp.asarray([4, -1, 7], jnp.int32)
+    return position, request, ring, jnp.asarray([-6, 20, 10], jnp.int32)
 
 
 def by_hand(position, request, ring, origin, window):
@@ -53,7 +48,7 @@ def test_windows_are_listed_from_the_oldest_row_on(run, window):
     case = operands()
     rows, count = run(*case, window, LENGTH)
     assert rows.dtype == count.dtype == jnp.int32
-    want_rows, want_count = by_hand(*map(np.asarray, case), window)
+    want_rows, want_count = by_hand(*map(np.asarray, case), window=window)
     np.testing.assert_array_equal(rows, want_rows)
     np.testing.assert_array_equal(count, want_count)
 
@@ -89,7 +84,7 @@ def test_triton_without_a_gpu_raises_and_the_default_falls_back(monkeypatch):
         swa_index(*case, 5, LENGTH, implementation="triton")
     monkeypatch.setattr("pallas_kernels.swa_index.api.AUTOMATIC", "triton")
     rows, _ = swa_index(*case, 5, LENGTH)
-    np.testing.assert_array_equal(rows, by_hand(*map(np.asarray, case), 5)[0])
+    np.testing.assert_array_equal(rows, by_hand(*map(np.asarray, case), window=5)[0])
 
 
 def test_operands_that_disagree_are_refused():
