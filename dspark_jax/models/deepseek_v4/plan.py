@@ -11,6 +11,7 @@ from dspark_jax.models.deepseek_v4.batch import Batch, Part
 from dspark_jax.models.deepseek_v4.cache import DeepseekV4Cache, span
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.rope import Phases, phases
+from pallas_kernels.swa_index import swa_index
 
 
 @flax.struct.dataclass
@@ -76,16 +77,24 @@ def make_plan(config: DeepseekV4Config, cache: DeepseekV4Cache, batch: Batch) ->
     """The plan of a batch in a cache."""
     rings = cache.layers[0].window.shape[0]
     window = ring.places(cache.ring_table, batch, rings, config.sliding_window - 1)
+    listed = [
+        swa_index(
+            part.position,
+            part.packed.request,
+            reading.ring,
+            reading.origin,
+            config.sliding_window,
+            reading.length,
+        )
+        for reading, part in zip(window.reading, batch.parts, strict=True)
+    ]
     ratios = sorted(set(config.compress_ratios) - {0})
     return Plan(
         batch=batch,
         table=cache.table,
         window=window,
-        window_rows=tuple(
-            reading.rows(part.packed.request[:, None], _window(config, part))
-            for reading, part in zip(window.reading, batch.parts, strict=True)
-        ),
-        window_count=jnp.minimum(batch.position + 1, config.sliding_window),
+        window_rows=tuple(rows for rows, _ in listed),
+        window_count=batch.packed.join(count for _, count in listed),
         turn=(
             phases(config, batch.position, compressed=False),
             phases(config, batch.position, compressed=True),
@@ -93,13 +102,6 @@ def make_plan(config: DeepseekV4Config, cache: DeepseekV4Cache, batch: Batch) ->
         ratios={ratio: _entry_plan(config, cache, batch, rings, ratio) for ratio in ratios},
         page_tokens=cache.page_tokens,
     )
-
-
-def _window(config: DeepseekV4Config, part: Part) -> Int[Array, "T w"]:
-    """Positions that each row attends to, then -1."""
-    first = jnp.maximum(part.position - config.sliding_window + 1, 0)
-    position = first[:, None] + jnp.arange(config.sliding_window, dtype=jnp.int32)
-    return jnp.where(position <= part.position[:, None], position, -1)
 
 
 def _entry_plan(
