@@ -89,8 +89,7 @@ def ragged_pack(
         # A row past the end, so that the interpreter drops what the mask hides.
         row = jnp.where(inside & (column < own), begin + column, size)
         token = plt.load(tokens_ref.at[request, column], mask=inside, other=0)
-        at = jnp.where(inside, request, requests)
-        plt.store(row_ref.at[at, column], row, mask=inside)
+        plt.store(row_ref.at[request, column], row, mask=inside)
         for ref, value in zip(packed_refs, (token, request, position + column), strict=True):
             plt.store(ref.at[row], value, mask=row < size)
 

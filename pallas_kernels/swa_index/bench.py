@@ -55,9 +55,9 @@ def operands(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
 
 
 def rows(seed: int) -> Iterator[tuple[str, str, Callable[[], Row]]]:
-    """A measurement for every shape and implementation."""
-    for name, shape in SHAPES.items():
-        for variant, run in implementations().items():
+    """A measurement for every implementation, the callers' own first, and shape."""
+    for variant, run in implementations().items():
+        for name, shape in SHAPES.items():
             yield name, variant, functools.partial(_measure, shape, run, seed)
 
 

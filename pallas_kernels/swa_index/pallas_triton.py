@@ -80,8 +80,6 @@ def swa_index(
         owner = jnp.where(known, owner, 0)
         page = plt.load(ring_ref.at[owner], mask=known, other=-1)
         begin = plt.load(origin_ref.at[owner], mask=known, other=0)
-        # An index past the end, so that the interpreter drops what the mask hides.
-        token = jnp.where(inside, token, tokens)
         plt.store(count_ref.at[token], jnp.clip(last + 1, 0, window), mask=inside)
 
         column = jnp.broadcast_to(jnp.arange(cells[1])[None], cells)
@@ -91,7 +89,6 @@ def swa_index(
         seen = jnp.maximum(last - window + 1, 0) + column
         row = page * length + (seen - begin) % length
         row = jnp.where((seen <= last) & (page >= 0), row, -1)
-        column = jnp.where(column < window, column, window)
         plt.store(rows_ref.at[token, column], row, mask=inside & (column < window))
 
     return pl.pallas_call(
