@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.models.config import DenseConfig
 from train.data import sequential_batches
 from train.data_config import DataConfig
 from train.estimate import check_room, readable_bytes
@@ -28,8 +27,8 @@ def check_features(config: DataConfig, target: LoadedTarget, resume: bool) -> No
 
     Raises:
         FileExistsError: a folder that is not empty, without ``resume``.
-        ValueError: a target that is not dense, a layer that is not there, or the last one, whose
-            output other engines report after the final norm.
+        ValueError: a layer that is not there, or the last one, whose output other engines report
+            after the final norm.
     """
     if config.features is None:
         return
@@ -38,11 +37,6 @@ def check_features(config: DataConfig, target: LoadedTarget, resume: bool) -> No
         raise FileExistsError(
             f"features.output {folder} is not empty: continue its cache with --resume, or choose "
             "another folder"
-        )
-    if not isinstance(target.config, DenseConfig):
-        raise ValueError(
-            f"features of a {type(target.config).__name__} cannot be cached; supported: dense "
-            "targets"
         )
     last = target.config.num_hidden_layers - 1
     for layer in config.features.target_layer_ids:

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.step import TrainState
-
 KEPT = 2
 
 
@@ -26,7 +24,7 @@ class Checkpoints:
         """Number of steps taken by the newest checkpoint, None without one."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, data_position: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, data_position: dict[str, Any]) -> None:
         """Save after ``step`` steps, once; returns when the state may be donated again."""
         if self._manager.latest_step() == step:
             return
@@ -37,7 +35,7 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
         """The newest state, shaped and placed like ``like``, and its data position."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restored = self._manager.restore(

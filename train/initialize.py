@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,20 @@ from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.validate import check_fits
 from dspark_jax.drafter.weights import ConfidenceHead, DrafterLayer, DrafterWeights, MarkovHead
+from dspark_jax.models.config import DenseConfig
 from train.config import DrafterSection
 
 STANDARD_DEVIATION = 0.02
+HEAD_WIDTH = 64
+MLP_WIDTHS = 3
+"""MLP width of a drafter over its hidden width, where the target has no layer to copy."""
 
 
 def drafter_config(section: DrafterSection, loaded: LoadedTarget) -> DrafterConfig:
     """The drafter described by ``section`` for a target.
+
+    Its layers have the shape of a dense target's. A sparse target has no layer of their kind: then
+    heads are 64 wide, as many as fill the hidden width, and the MLP is three times as wide.
 
     Raises:
         DrafterMismatch: taps or heads that do not fit, a mask token that ends answers.
@@ -29,11 +37,7 @@ def drafter_config(section: DrafterSection, loaded: LoadedTarget) -> DrafterConf
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
         num_hidden_layers=section.num_hidden_layers,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
         rope_theta=target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
@@ -45,10 +49,26 @@ def drafter_config(section: DrafterSection, loaded: LoadedTarget) -> DrafterConf
         markov_head_type=section.markov_head_type,
         enable_confidence_head=section.enable_confidence_head,
         confidence_head_with_markov=section.markov_rank > 0,
-        rope_scaling=target.rope_scaling,
+        **_layer_shape(target),
     )
     check_fits(config, target, {"stop": loaded.stop_token_ids})
     return config
+
+
+def _layer_shape(target: Any) -> dict[str, Any]:
+    """Fields of a draft layer that a dense target's layers decide."""
+    copied = (
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rope_scaling",
+    )
+    if isinstance(target, DenseConfig):
+        return {name: getattr(target, name) for name in copied}
+    heads = max(1, target.hidden_size // HEAD_WIDTH)
+    shape = (MLP_WIDTHS * target.hidden_size, heads, heads, min(HEAD_WIDTH, target.hidden_size))
+    return dict(zip(copied, (*shape, None), strict=True))
 
 
 def initial_weights(config: DrafterConfig, key: Key[Array, ""]) -> DrafterWeights:

@@ -1,9 +1,10 @@
-"""Optimizers of a drafter: warm-up, cosine to zero, global-norm clipping; AdamW or Muon."""
+"""Optimizers of training jobs: warm-up, cosine to zero, global-norm clipping; AdamW or Muon."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -28,16 +29,23 @@ def learning_rate_schedule(peak: float, steps: int) -> optax.Schedule:
 def drafter_optimizer(
     schedule: optax.Schedule, optimizer: Optimizer = "adamw"
 ) -> optax.GradientTransformation:
+    """A drafter's optimizer; "muon" is for its backbone's matrices."""
+    return clipped_optimizer(schedule, optimizer, _backbone_matrices)
+
+
+def clipped_optimizer(
+    schedule: optax.Schedule, optimizer: Optimizer, matrices: Callable[[Any], Any]
+) -> optax.GradientTransformation:
     """Clip the global gradient norm to 1, then step.
 
     "adamw" has DeepSpec's constants (betas .9/.999, no weight decay). "muon" orthogonalises
-    the updates of the backbone's matrices; heads, norms and vectors still take AdamW.
+    the updates of what ``matrices`` marks; heads, norms and vectors still take AdamW.
     """
     if optimizer == "adamw":
         step = optax.adamw(schedule, weight_decay=0.0)
     else:
         step = optax.contrib.muon(
-            schedule, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=_backbone_matrices
+            schedule, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=matrices
         )
     return optax.chain(optax.clip_by_global_norm(CLIP_NORM), step)
 

@@ -14,8 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterWeights
-from dspark_jax.models.config import DenseConfig
-from dspark_jax.models.weights import DenseWeights
 from train.anchors import sample_anchors
 from train.config import TrainConfig
 from train.features import target_features
@@ -101,14 +99,14 @@ def state_shardings(config: TrainConfig, drafter: DrafterConfig, state: Any) -> 
 def train_step(
     config: TrainConfig,
     drafter: DrafterConfig,
-    target: DenseConfig,
+    target: Any,
     state: TrainState,
-    target_weights: DenseWeights,
+    target_weights: Any,
     tokens: Int[Array, "B K"],
     loss_mask: Bool[Array, "B K"],
     cached: tuple[Float[Array, "B K n*D"], Float[Array, "B K D"]] | None = None,
 ) -> tuple[TrainState, StepReport]:
-    """Advance by one batch. The target is frozen; embedding and head are its own.
+    """Advance by one batch. The ``target`` is frozen; embedding and head are its own.
 
     ``cached`` holds taps and last hidden states; without it the target computes them, which
     takes its layers.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,9 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterWeights
-from dspark_jax.models.config import DenseConfig
-from dspark_jax.models.weights import DenseWeights
 from train.anchors import sample_anchors
 from train.data import TokenDataset, fit_to_length, sequential_batches
-from train.features import target_features
+from train.features import check_sequences, target_features
 from train.forward import (
     Blocks,
     Sequences,
@@ -128,25 +127,23 @@ def check_supported(target: LoadedTarget, drafter: LoadedDrafter) -> None:
     Raises:
         ValueError: names what has no training forward.
     """
-    for role, config, wanted in (
-        ("target", target.config, DenseConfig),
-        ("drafter", drafter.config, DrafterConfig),
-    ):
-        if not isinstance(config, wanted):
-            raise ValueError(
-                f"teacher-forced figures need a {role} with a {wanted.__name__}, this one has a "
-                f"{type(config).__name__}: set evaluation.teacher_forced to false"
-            )
+    remedy = "set evaluation.teacher_forced to false"
+    check_sequences(target, remedy)
+    if not isinstance(drafter.config, DrafterConfig):
+        raise ValueError(
+            "teacher-forced figures need a drafter with a DrafterConfig, this one has a "
+            f"{type(drafter.config).__name__}: {remedy}"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _acceptance_sums(
     config: DrafterConfig,
-    target: DenseConfig,
+    target: Any,
     temperature: float,
     num_anchors: int,
     weights: DrafterWeights,
-    target_weights: DenseWeights,
+    target_weights: Any,
     tokens: Int[Array, "B K"],
     loss_mask: Bool[Array, "B K"],
     key: Array,

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import grain
 import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jaxtyping import Array
 
 from dspark_jax.checkpoints.drafter import save_drafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.models.config import DenseConfig
-from dspark_jax.models.weights import DenseWeights
 from train.cached_data import CachedDataset
 from train.checkpointing import Checkpoints
 from train.config import TrainConfig
 from train.data import TokenDataset, fit_to_length, join, shuffled_batches
 from train.feature_cache import FeatureCache
 from train.initialize import drafter_config
-from train.mesh import (
-    DATA,
-    batch_sharding,
-    place_batch,
-    rules_of,
-    training_mesh,
-    weight_shardings,
-    whole,
-)
+from train.loop import check_batch, leads, newest, run_steps
+from train.mesh import rules_of, training_mesh, weight_shardings, whole
 from train.metrics import MetricsLog
-from train.progress import Advance, progress_bar
 from train.run_folder import open_run
 from train.shards import read_dataset
 from train.start import existing_weights
-from train.step import TrainState, compiled_part, initial_state, train_step
+from train.step import StepReport, TrainState, compiled_part, initial_state, train_step
 from train.stopping import Stop
 
 DRAFTER = "drafter"
-
-
-def check_trainable(target: LoadedTarget) -> None:
-    """Refuse a target whose layers training cannot run over whole sequences.
-
-    Raises:
-        ValueError: names the kind of target.
-    """
-    if not isinstance(target.config, DenseConfig):
-        raise ValueError(
-            f"{target.name} has a {type(target.config).__name__}: it decodes and cannot be trained "
-            "for yet; wanted a dense target (Llama family, Qwen3)"
-        )
 
 
 def run_training(
@@ -70,12 +42,11 @@ def run_training(
         then knows which.
 
     Raises:
-        ValueError: a target that only decodes, data of another target, a drafter that does not
-            fit, a changed run.
+        ValueError: data of another target, a drafter that does not fit, a changed run.
     """
-    check_trainable(target)
     folder = Path(config.training.output)
-    mesh = _check_mesh(config)
+    mesh, rules = training_mesh(config.mesh), rules_of(config.mesh)
+    check_batch(config.training.batch_size, mesh)
     drafter = drafter_config(config.drafter, target)
     data = load_data(config, target.name, drafter)
     source = config.training.start_from
@@ -89,28 +60,40 @@ def run_training(
         seed=config.training.seed,
     )
     checkpoints = Checkpoints(folder / "checkpoints")
-    state, done = initial_state(config, drafter, existing), 0
-    if resume and checkpoints.latest is not None:
-        state, position = checkpoints.restore(state)
-        batches.set_state(position)
-        done = int(state.step)
+    state = initial_state(config, drafter, existing)
+    state, done = newest(checkpoints, state, batches, resume)
     placed = jax.device_put(
-        target.weights,
-        weight_shardings(mesh, rules_of(config.mesh), target.weights, target.config.vocab_size),
+        target.weights, weight_shardings(mesh, rules, target.weights, target.config.vocab_size)
     )
-    log = MetricsLog(folder, done) if leads() else None
-    try:
-        state, done = _steps(
-            config,
+    program = compiled_part(config)
+
+    def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, StepReport]:
+        cached = (batch["taps"], batch["last_hidden"]) if "taps" in batch else None
+        return train_step(
+            program,
             drafter,
             target.config,
+            state,
             placed,
+            batch["tokens"],
+            batch["loss_mask"],
+            cached,
+        )
+
+    log = MetricsLog(folder, done) if leads() else None
+    try:
+        state, done = run_steps(
+            step,
             state,
             done,
             batches,
             checkpoints,
             log,
-            stop or Stop(),
+            settings=config.training,
+            mesh=mesh,
+            rules=rules,
+            stop=stop or Stop(),
+            note=_note,
         )
     finally:
         if log is not None:
@@ -131,20 +114,9 @@ def run_training(
     return True
 
 
-def leads() -> bool:
-    """Whether this process writes what a run leaves behind; the others only compute."""
-    return jax.process_index() == 0
-
-
-def _check_mesh(config: TrainConfig) -> Mesh:
-    """The run's mesh, if the batch divides over it."""
-    mesh = training_mesh(config.mesh)
-    if config.training.batch_size % mesh.shape[DATA]:
-        raise ValueError(
-            f"training.batch_size {config.training.batch_size} does not divide over the "
-            f"{mesh.shape[DATA]} devices of the data axis"
-        )
-    return mesh
+def _note(figures: dict[str, float]) -> str:
+    tau = figures.get("tau_probabilistic", float("nan"))
+    return f"loss {figures['loss']:.3f}  expected length {tau:.2f}"
 
 
 def load_data(
@@ -169,69 +141,3 @@ def load_data(
             f"{dataset.manifest['target']!r}, the run trains for {target_name!r}"
         )
     return fit_to_length(dataset, length, minimum)
-
-
-def _steps(
-    config: TrainConfig,
-    drafter: DrafterConfig,
-    target: DenseConfig,
-    target_weights: DenseWeights,
-    state: TrainState,
-    done: int,
-    batches: grain.DatasetIterator,
-    checkpoints: Checkpoints,
-    log: MetricsLog | None,
-    stop: Stop,
-) -> tuple[TrainState, int]:
-    """Run the remaining steps; the device is read only when metrics are written."""
-    settings, program = config.training, compiled_part(config)
-    place = functools.partial(
-        place_batch, sharding=batch_sharding(training_mesh(config.mesh), rules_of(config.mesh))
-    )
-    with (
-        _stopping(stop) as stopped,
-        progress_bar("training", settings.steps, done, shown=leads()) as advance,
-    ):
-        ending = stopped(done)
-        while done < settings.steps and not ending:
-            batch = {name: place(array) for name, array in next(batches).items()}
-            cached = (batch["taps"], batch["last_hidden"]) if "taps" in batch else None
-            state, report = train_step(
-                program,
-                drafter,
-                target,
-                state,
-                target_weights,
-                batch["tokens"],
-                batch["loss_mask"],
-                cached,
-            )
-            # Written one step late: the device has the next step to work on meanwhile.
-            if done % settings.log_every == 0:
-                _write(log, done, advance)
-            if log is not None:
-                log.add(report)
-            done += 1
-            advance(1)
-            ending = stopped(done)
-            if done % settings.save_every == 0 or done == settings.steps or ending:
-                _write(log, done, advance)
-                checkpoints.save(done, state, batches.get_state())
-    return state, done
-
-
-def _write(log: MetricsLog | None, step: int, advance: Advance) -> None:
-    figures = None if log is None else log.flush(step)
-    if figures:
-        tau = figures.get("tau_probabilistic", float("nan"))
-        advance(note=f"loss {figures['loss']:.3f}  expected length {tau:.2f}")
-
-
-@contextmanager
-def _stopping(stop: Stop) -> Iterator[Callable[[int], bool]]:
-    """Whether the run is to end, asked after each step; several processes agree on the step."""
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    with stop:
-        yield lambda step: stop.pending

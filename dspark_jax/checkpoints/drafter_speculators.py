@@ -27,7 +27,12 @@ from dspark_jax.drafter.weights import DrafterWeights
 
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
 VERSION = "0.9.0"
-ARCHITECTURE_OF_TARGET = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURE_OF_TARGET = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
+}
 
 
 def read_speculators(

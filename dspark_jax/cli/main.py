@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     ),
     "check": Subcommand("dspark_jax.cli.check", "Compare a model with recorded reference tensors."),
     "data": Subcommand("dspark_jax.cli.data", "Write training data with a target."),
+    "pretrain": Subcommand("dspark_jax.cli.pretrain", "Train a small DeepSeek-shaped target."),
     "train": Subcommand("dspark_jax.cli.train", "Train a drafter from a TOML config."),
     "evaluate": Subcommand("dspark_jax.cli.evaluate", "Measure a drafter, or compare two runs."),
     "calibrate": Subcommand(

@@ -13,7 +13,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplate:
-    """A model's chat template. ``special`` holds ``bos_token`` and ``eos_token``."""
+    """A model's chat template. ``special`` holds ``bos_token`` and ``eos_token``.
+
+    ``source`` is its text.
+    """
 
     def __init__(self, source: str, special: Mapping[str, str], where: Path | str) -> None:
         """Compile ``source``.
@@ -21,6 +24,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template does not compile; ``where`` says whose it is.
         """
+        self.source, self.special = source, dict(special)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

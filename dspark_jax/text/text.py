@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ class Text:
             token_id = metadata(f"tokenizer.ggml.{key}_id")
             special[key] = "" if token_id is None else tokenizer.id_to_token(token_id) or ""
         return cls(tokenizer, ChatTemplate(source, special, where))
+
+    def save(self, path: Path | str) -> None:
+        """Write what ``from_folder`` reads into a folder that exists."""
+        folder = Path(path)
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+        if self._template is None:
+            return
+        settings = {**self._template.special, "chat_template": self._template.source}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     @property
     def has_template(self) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoints.drafter import load_drafter
-from dspark_jax.checkpoints.resolve import load_target
 from train import trainer
 from train.checkpointing import Checkpoints
 from train.initialize import drafter_config
@@ -138,10 +137,3 @@ def test_data_of_another_target_is_refused(tiny_run, tiny_target):
     other = dataclasses.replace(tiny_target, name="other")
     with pytest.raises(ValueError, match="other"):
         run_training(tiny_run, other)
-
-
-def test_a_target_that_only_decodes_is_refused_before_anything_is_read(tiny_run, tmp_path):
-    target = load_target(Path(__file__).parents[1] / "golden" / "deepseek_v32_tiny", "float32")
-    with pytest.raises(ValueError, match="has a DeepseekV32Config: it decodes and cannot be"):
-        run_training(tiny_run, target)
-    assert not (tmp_path / "run").exists()
