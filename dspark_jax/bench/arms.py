@@ -56,7 +56,7 @@ def arm_config(base: EngineConfig, arm: str) -> EngineConfig:
     """The engine of an arm; ``base`` holds what all share, cost table included."""
     if arm in ADAPTIVE:
         return dataclasses.replace(base, mode=arm)
-    plain = dataclasses.replace(base, cost_table=None, calibration=None)
+    plain = dataclasses.replace(base, cost_table=None, calibration=None, bound_blocks=False)
     if arm == "off":
         return dataclasses.replace(plain, mode="off")
     k = None if arm == "static" else int(arm.removeprefix("k="))

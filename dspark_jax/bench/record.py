@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import dspark_jax
-from dspark_jax.bench.summary import ANSWER_COLUMNS, add_ratios, mixed_traffic
+from dspark_jax.bench.summary import ANSWER_COLUMNS, add_ratios, mixed_traffic, verdicts
 
 
 class Record:
@@ -35,7 +35,12 @@ class Record:
         """Keep an arm and write everything so far."""
         self.arms.append(arm)
         add_ratios(self.arms)
-        content = {**self.facts, "arms": self.arms, "mixed_traffic": mixed_traffic(self.arms)}
+        content = {
+            **self.facts,
+            "arms": self.arms,
+            "mixed_traffic": mixed_traffic(self.arms),
+            "verdicts": verdicts(self.arms),
+        }
         whole = self._path.with_name(self._path.name + ".part")
         whole.write_text(json.dumps(content) + "\n", encoding="utf-8")
         whole.replace(self._path)

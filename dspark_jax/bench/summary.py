@@ -109,6 +109,7 @@ def mixed_traffic(arms: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """By load and workload: compact's windows, and its accepted length under cap-accept's ceiling.
 
     The ceiling is what cap-accept, with the same windows, would have committed without them.
+    ``full_length`` is what full blocks bring, from arm "static"; None if it did not run.
     """
     by_name = {
         (arm["arm"], arm["concurrency"]): arm["workloads"] for arm in arms if "workloads" in arm
@@ -116,6 +117,7 @@ def mixed_traffic(arms: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for (name, concurrency), workloads in by_name.items():
         truth = by_name.get(("cap-accept", concurrency))
+        full = by_name.get(("static", concurrency))
         if name != "compact" or truth is None:
             continue
         for workload, found in workloads.items():
@@ -126,11 +128,56 @@ def mixed_traffic(arms: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     "workload": workload,
                     "mean_window": found["mean_window"],
                     "accepted_length": found["accepted_length"],
+                    "full_length": full and full[workload]["accepted_length"],
                     "ceiling": ceiling,
                     "utilisation": found["accepted_length"] / ceiling,
                 }
             )
     return rows
+
+
+def verdicts(arms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By load: what compact reaches of the ceiling over all traffic, and what may be concluded.
+
+    ``windows_ordered``: whether workloads that accept more have windows no shorter, by the
+    accepted length of full blocks if arm "static" ran, by the ceiling if not; None for a single
+    workload. ``bounds``: by adaptive arm, the bounds that it set on full blocks from within, and
+    whether they hold what cap-accept saw (``full_blocks``); only of arms that bound blocks.
+    """
+    by_name = {(arm["arm"], arm["concurrency"]): arm for arm in arms if "workloads" in arm}
+    mixed = mixed_traffic(arms)
+    found = []
+    for (name, concurrency), truth in by_name.items():
+        compact = by_name.get(("compact", concurrency))
+        if name != "cap-accept" or compact is None:
+            continue
+        seen = truth["block_accept_length"]
+        rows = [row for row in mixed if row["concurrency"] == concurrency]
+        bounds = {}
+        for arm in (compact, truth):
+            low = arm["metrics"].get("spec_block_accept_length_low")
+            high = arm["metrics"].get("spec_block_accept_length_high")
+            if low is not None and high is not None:
+                held = low <= seen <= high
+                bounds[arm["arm"]] = {"low": low, "high": high, "held": held}
+        found.append(
+            {
+                "concurrency": concurrency,
+                "utilisation": compact["accepted_length"] / seen,
+                "windows_ordered": _ordered(rows) if len(rows) > 1 else None,
+                "full_blocks": seen,
+                "bounds": bounds,
+            }
+        )
+    return found
+
+
+def _ordered(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether windows never fall from a workload to one that accepts more."""
+    known = all(row["full_length"] is not None for row in rows)
+    by_acceptance = sorted(rows, key=lambda row: row["full_length" if known else "ceiling"])
+    windows = [row["mean_window"] for row in by_acceptance]
+    return windows == sorted(windows)
 
 
 def _times(answer: Completion) -> tuple[float | None, float | None, float]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from dspark_jax.bench.arms import ADAPTIVE, chosen_arms
 from dspark_jax.bench.bench import Traffic, requests_at, run_arms
 from dspark_jax.bench.record import Record
-from dspark_jax.bench.summary import mixed_traffic
+from dspark_jax.bench.summary import mixed_traffic, verdicts
 from dspark_jax.checkpoints import drafter as drafters
 from dspark_jax.checkpoints import resolve
 from dspark_jax.decode.request import SamplingParams
@@ -48,6 +48,7 @@ def bench(
     page_size: int = 64,
     steps: int = 8,
     lag: int = 1,
+    bound_blocks: bool = False,
     figures: Path | None = None,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> int:
@@ -74,6 +75,8 @@ def bench(
         page_size: cache rows of a page.
         steps: steps of one dispatch while no request joins or leaves.
         lag: age in steps of the confidences that decide a budget.
+        bound_blocks: let the adaptive arms bound what full blocks would have committed, which
+            takes time of its own, and compare that with what cap-accept saw.
         figures: folder for policy.png, cost_curve.png and throughput_interactivity.png.
         dtype: of weights and caches.
 
@@ -122,6 +125,7 @@ def bench(
         page_size=page_size,
         prefix_reuse=False,  # or a load would find the prompts of the one before
         steps=steps,
+        bound_blocks=bound_blocks,
     )
     ids = np.concatenate([np.asarray(one, np.int32) for one in traffic.prompts])
     record = Record(
@@ -143,6 +147,7 @@ def bench(
         page_size=page_size,
         steps=steps,
         lag=lag,
+        bound_blocks=bound_blocks,
         cost_table=None if cost_table is None else cost_table.name,
         calibration=None if calibration is None else calibration.name,
     )
@@ -224,18 +229,37 @@ def _print(record: Record, *, several: bool) -> None:
     console.print(table)
     rows = mixed_traffic(record.arms)
     if several and rows:
-        mixed = Table("users", "workload", "window", "accepted", "ceiling", "utilisation", box=None)
+        mixed = Table(box=None)
+        columns = ("window", "accepted", "full blocks", "ceiling", "utilisation")
+        for name in ("users", "workload", *columns):
+            mixed.add_column(name)
         for row in rows:
             mixed.add_row(
                 str(row["concurrency"]),
                 row["workload"],
                 _number(row["mean_window"], 2),
                 _number(row["accepted_length"], 2),
+                _number(row["full_length"], 2),
                 _number(row["ceiling"], 2),
                 _number(row["utilisation"], 3),
             )
         console.print("mixed traffic: compact under the ceiling of cap-accept")
         console.print(mixed)
+    for one in verdicts(record.arms):
+        console.print(_verdict(one), soft_wrap=True)
+
+
+def _verdict(one: dict[str, Any]) -> str:
+    """What a load shows, in a line."""
+    said = [f"at {one['concurrency']}: utilisation {one['utilisation']:.3f}"]
+    if one["windows_ordered"] is not None:
+        said.append(f"windows {'' if one['windows_ordered'] else 'NOT '}ordered as acceptance is")
+    for arm, bounds in one["bounds"].items():
+        said.append(
+            f"bounds of {arm} {bounds['low']:.3f} to {bounds['high']:.3f} "
+            f"{'hold' if bounds['held'] else 'DO NOT hold'} {one['full_blocks']:.3f}"
+        )
+    return "; ".join(said)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -14,7 +14,7 @@ from dspark_jax.bench.arms import allowed_arms, arm_config, chosen_arms
 from dspark_jax.bench.bench import Traffic, run_arms
 from dspark_jax.bench.load import Load, closed_loop
 from dspark_jax.bench.record import Record
-from dspark_jax.bench.summary import add_ratios, summarise
+from dspark_jax.bench.summary import add_ratios, mixed_traffic, summarise, verdicts
 from dspark_jax.checkpoints import drafter as drafters
 from dspark_jax.checkpoints import resolve
 from dspark_jax.cli import bench as subcommand
@@ -49,6 +49,7 @@ BASE = EngineConfig(
     prefix_reuse=False,
     cost_table=costs(),
     correct_costs=False,
+    bound_blocks=True,
 )
 
 
@@ -111,6 +112,60 @@ def test_mixed_traffic_stands_under_the_ceiling(measured):
         truth = arms["cap-accept", row["concurrency"]]["workloads"][row["workload"]]
         assert row["ceiling"] == truth["block_accept_length"] >= truth["accepted_length"]
         assert row["utilisation"] == pytest.approx(row["accepted_length"] / row["ceiling"])
+
+
+def test_bounds_from_within_stand_beside_what_cap_accept_saw(measured):
+    found = measured[-1]["verdicts"]
+    assert [one["concurrency"] for one in found] == [1, 2]
+    arms = {(arm["arm"], arm["concurrency"]): arm for arm in measured[-1]["arms"]}
+    for one in found:
+        truth = arms["cap-accept", one["concurrency"]]
+        compact = arms["compact", one["concurrency"]]
+        assert one["full_blocks"] == truth["block_accept_length"]
+        ratio = compact["accepted_length"] / truth["block_accept_length"]
+        assert one["utilisation"] == pytest.approx(ratio)
+        # greedy, by one cost table: both arms cut the same blocks
+        assert one["bounds"]["compact"] == pytest.approx(one["bounds"]["cap-accept"])
+        assert one["bounds"]["compact"]["held"]
+    assert len(measured[0]["verdicts"]) == 0
+
+
+def load_of(arm, lengths, **more):
+    """An arm under a load of several workloads: window, accepted length and ceiling of each."""
+    names = ("mean_window", "accepted_length", "block_accept_length")
+    workloads = {name: dict(zip(names, figures, strict=True)) for name, figures in lengths.items()}
+    whole = {"accepted_length": 2.0, "block_accept_length": 2.5}
+    return {"arm": arm, "concurrency": 4, "workloads": workloads, "metrics": {}, **whole, **more}
+
+
+def test_windows_are_judged_by_what_full_blocks_accept():
+    easy, hard = (5.0, 3.0, 3.2), (3.0, 1.5, 1.6)
+    cut = {"easy": easy, "hard": hard}
+    arms = [load_of("compact", cut), load_of("cap-accept", cut)]
+    assert verdicts(arms)[0]["windows_ordered"] is True
+    full = {"easy": (8.0, 3.5, None), "hard": (8.0, 1.7, None)}
+    arms.append(load_of("static", full))
+    assert verdicts(arms)[0]["windows_ordered"] is True
+    assert [row["full_length"] for row in mixed_traffic(arms)] == [3.5, 1.7]
+    arms[-1] = load_of("static", {"easy": full["hard"], "hard": full["easy"]})
+    assert verdicts(arms)[0]["windows_ordered"] is False
+    alone = {"easy": easy}
+    (found,) = verdicts([load_of("compact", alone), load_of("cap-accept", alone)])
+    assert found["windows_ordered"] is None
+    assert found["bounds"] == {}
+    assert found["utilisation"] == 2.0 / 2.5
+
+
+def test_bounds_that_do_not_hold_are_told(capsys):
+    figures = {"spec_block_accept_length_low": 1.0, "spec_block_accept_length_high": 2.4}
+    lengths = {"easy": (5.0, 3.0, 3.2)}
+    arms = [load_of("compact", lengths, metrics=figures), load_of("cap-accept", lengths)]
+    (found,) = verdicts(arms)
+    assert found["bounds"] == {"compact": {"low": 1.0, "high": 2.4, "held": False}}
+    facts = {"device": "d", "dtype": "float32", "temperature": 0.0}
+    subcommand._print(SimpleNamespace(facts=facts, arms=arms), several=False)
+    said = capsys.readouterr().out
+    assert "at 4: utilisation 0.800; bounds of compact 1.000 to 2.400 DO NOT hold 2.500" in said
 
 
 def test_figures_are_drawn_of_what_was_measured(measured, tmp_path):
@@ -222,13 +277,14 @@ def test_a_drafter_allows_depths_below_its_block_and_windows_with_a_head():
 
 
 def test_arms_differ_in_nothing_but_their_setting():
-    fixed = {"cost_table": None, "calibration": None}
+    fixed = {"cost_table": None, "calibration": None, "bound_blocks": False}
     base = dataclasses.replace(BASE, k=None)
     assert arm_config(base, "off") == dataclasses.replace(base, mode="off", **fixed)
     assert arm_config(base, "k=3") == dataclasses.replace(base, mode="static", k=3, **fixed)
     assert arm_config(base, "static") == dataclasses.replace(base, mode="static", **fixed)
     compact = arm_config(base, "compact")
     assert (compact.mode, compact.cost_table) == ("compact", BASE.cost_table)
+    assert compact.bound_blocks
 
 
 def test_requests_begin_again_where_the_prompts_end_with_seeds_of_their_own():
