@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
+from dspark_jax.checkpoints.deepseek_v4 import target_shapes
+from dspark_jax.checkpoints.drafter_deepseek_v4 import drafter_shapes
+from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config, Yarn
 
 TOY = DeepseekV4Config(
@@ -91,3 +97,32 @@ def deepseek_fields(config: DeepseekV4Config) -> dict[str, Any]:
         "eos_token_id": None,
         **fields,
     }
+
+
+def save_pair(folder: Path, drafter: DeepseekV4DrafterConfig) -> None:
+    """A checkpoint of a drafter and its target, as DeepSeek ships it, that often agree.
+
+    Both are nearly tables over the last token. The drafter's Markov rank must be the width of
+    the target.
+    """
+    config = drafter.target
+    shapes = target_shapes(config) | drafter_shapes(drafter)
+    tensors = random_tensors(shapes, experts=config.n_routed_experts)
+    for name, value in tensors.items():
+        if name.endswith(("hc_attn_base", "hc_ffn_base")):
+            # what a sub-layer writes to the streams
+            value[2:4] -= 2.0
+    embed, last = tensors["embed.weight"], f"mtp.{drafter.stages - 1}."
+    tensors[f"{last}markov_head.markov_w1.weight"] = embed / embed.std(axis=1, keepdims=True)
+    tensors[f"{last}markov_head.markov_w2.weight"] = tensors["head.weight"].copy()
+    tensors[f"{last}norm.weight"] *= 0.2
+    save_file(tensors, folder / "model.safetensors")
+    fields = deepseek_fields(config)
+    fields["compress_ratios"] += [0] * drafter.stages
+    fields |= {
+        "dspark_block_size": drafter.block_size,
+        "dspark_target_layer_ids": list(drafter.target_layer_ids),
+        "dspark_noise_token_id": drafter.mask_token_id,
+        "dspark_markov_rank": drafter.markov_rank,
+    }
+    (folder / "config.json").write_text(json.dumps(fields))

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dspark_jax.checkpoints.deepseek_v4 import target_shapes
 from dspark_jax.checkpoints.drafter import load_drafter
-from dspark_jax.checkpoints.drafter_deepseek_v4 import drafter_shapes
 from dspark_jax.checkpoints.resolve import load_target
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
@@ -27,43 +25,18 @@ from dspark_jax.models.deepseek_v4.attention import project_out, project_query, 
 from dspark_jax.models.deepseek_v4.moe import moe
 from dspark_jax.models.deepseek_v4.rope import phases
 from dspark_jax.schedule.cost import no_costs
-from dspark_jax.testing.deepseek_v4 import deepseek_fields, random_tensors, toy_config
+from dspark_jax.testing.deepseek_v4 import save_pair, toy_config
 
-DSPARK = {
-    "dspark_block_size": 4,
-    "dspark_target_layer_ids": [-1, 0],
-    "dspark_noise_token_id": 63,
-    "dspark_markov_rank": 32,
-}
 WINDOW = 8
 CONFIG = toy_config(num_hidden_layers=1, compress_ratios=(4,))
 DRAFTER = DeepseekV4DrafterConfig(CONFIG, 4, (-1, 0), 63, 32)
-
-
-def weaken(tensors: dict[str, np.ndarray]) -> None:
-    """Make target and drafter nearly tables over the last token, so that they often agree."""
-    for name, value in tensors.items():
-        if name.endswith(("hc_attn_base", "hc_ffn_base")):
-            # what a sub-layer writes to the streams
-            value[2:4] -= 2.0
-    embed = tensors["embed.weight"]
-    last = "mtp.1."
-    tensors[f"{last}markov_head.markov_w1.weight"] = embed / embed.std(axis=1, keepdims=True)
-    tensors[f"{last}markov_head.markov_w2.weight"] = tensors["head.weight"].copy()
-    tensors[f"{last}norm.weight"] *= 0.2
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of both, as DeepSeek ships it."""
     path = tmp_path_factory.mktemp("v4")
-    shapes = target_shapes(CONFIG) | drafter_shapes(DRAFTER)
-    tensors = random_tensors(shapes, experts=CONFIG.n_routed_experts)
-    weaken(tensors)
-    save_file(tensors, path / "model.safetensors")
-    raw = deepseek_fields(CONFIG) | DSPARK
-    raw["compress_ratios"] = [*CONFIG.compress_ratios, 0, 0]
-    (path / "config.json").write_text(json.dumps(raw))
+    save_pair(path, DRAFTER)
     return path
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from dspark_jax.models.deepseek_v4 import model
 from dspark_jax.models.layers import rms_norm
+from dspark_jax.models.pages import PagePool
+from dspark_jax.models.ragged import Mixed, compact
 
 TOLERANCE = 1e-4
 
@@ -137,6 +139,41 @@ def test_pages_may_lie_anywhere_in_their_pools(toy, texts, wanted):
         table=jnp.array([[6, 1, 3, -1], [2, 7, 0, 5]]),
     )
     assert largest_error(in_windows(toy, texts, cache), wanted) < TOLERANCE
+
+
+def test_pieces_of_a_prompt_and_windows_share_a_batch(toy, texts, wanted):
+    """A text in pieces that lap its rings, beside drafts, in pages smaller than an entry."""
+    cache = model.init_pages(toy.config, 2, PagePool(40, 4, 16), jnp.float32)
+    pages = np.random.default_rng(4).permutation(40)[:32].reshape(2, 16)
+    cache = cache.replace(
+        layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.layers),
+        table=jnp.asarray(pages, jnp.int32),
+    )
+
+    def check(cache, pieces, windows):
+        """Run pieces (slot, start) of 8 rows and windows (start, rows) by slot."""
+        tokens = [texts[slot, start : start + 8] for slot, start in pieces]
+        blank = 3 - len(pieces)
+        slots, starts = np.array([*pieces, *[(2, 0)] * blank]).T
+        prompts = toy.rectangle(
+            np.stack(tokens + [texts[0, :8]] * blank), starts, np.where(slots < 2, 8, 0), slots
+        )
+        begin, count = np.array(windows, np.int32).T
+        drafts = np.stack([texts[slot, at : at + 8] for slot, at in enumerate(begin)])
+        verified = compact(jnp.asarray(drafts), jnp.asarray(begin), jnp.asarray(count), 16)
+        logits, cache = toy.run(cache, Mixed((prompts, verified)))
+        read, said = (np.asarray(part) for part in jnp.split(logits, [24]))
+        for (slot, start), found in zip(pieces, read.reshape(3, 8, -1), strict=False):
+            assert largest_error(found, wanted[slot, start : start + 8]) < TOLERANCE
+        for slot, found in enumerate(np.asarray(verified.unpack(jnp.asarray(said)))):
+            own = wanted[slot, begin[slot] : begin[slot] + count[slot]]
+            assert largest_error(found[: count[slot]], own) < TOLERANCE
+        return cache
+
+    cache = check(cache, [(0, 0), (1, 0), (0, 8)], [(0, 0), (0, 0)])
+    # in any order; of the window three rows are kept
+    cache = check(cache, [(1, 16), (1, 8), (1, 24)], [(16, 7), (0, 0)])
+    check(cache, [], [(19, 8), (32, 8)])
 
 
 def test_taps_are_the_embedding_and_the_mean_of_the_streams_after_a_layer(toy, texts):

@@ -1,0 +1,131 @@
+"""A DeepSeek-V4 pair behind an engine: rings go with a slot, entries lie in pages."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.checkpoints.drafter import load_drafter
+from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.decode.request import Request, SamplingParams
+from dspark_jax.decode.session import Generator
+from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
+from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.engine import Engine
+from dspark_jax.models.deepseek_v4.ring import SCRATCH
+from dspark_jax.schedule.cost import no_costs
+from dspark_jax.testing.deepseek_v4 import save_pair, toy_config
+
+VOCAB, BLOCK, CONTEXT, SLOTS = 64, 2, 64, 4
+STEP_ROWS = 24
+"""Rows of prompts in a step, more than a ring has room for beside its history."""
+SMALL = EngineConfig(
+    max_requests=SLOTS,
+    max_context=CONTEXT,
+    page_size=4,
+    pages=17,
+    prompt_width=STEP_ROWS,
+    max_batched_tokens=SLOTS * (BLOCK + 1) + STEP_ROWS,
+    batch_tiers=(SLOTS,),
+    token_tiers=(),
+    steps=2,
+    correct_costs=False,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """One layer, as compiling takes most of the time here, and a drafter of one stage."""
+    folder = tmp_path_factory.mktemp("v4")
+    config = toy_config(num_hidden_layers=1, compress_ratios=(4,))
+    save_pair(folder, DeepseekV4DrafterConfig(config, BLOCK, (0,), VOCAB - 1, 32))
+    target = load_target(folder, "float32")
+    return target, load_drafter(folder, (target.config, target.weights))
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Prompts that one step reads or two, the last of which begins like the first."""
+    random = np.random.default_rng(0)
+    lengths = (42, 18, 24, 1, 45, 16)
+    prompts = [random.integers(0, VOCAB - 1, length).tolist() for length in lengths]
+    prompts.append(prompts[0][:32] + prompts[1][:8])
+    answers = random.integers(8, 16, len(prompts)).tolist()
+    return [
+        Request(prompt, SamplingParams(max_new_tokens=count))
+        for prompt, count in zip(prompts, answers, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(pair, requests):
+    """What the target says to each of them by itself."""
+    session = Generator(pair[0], batch=1, max_context=CONTEXT)
+    return [session.generate([request])[0].token_ids for request in requests]
+
+
+def serve(engine, requests, together):
+    """Answers of requests that join a running batch one by one, as soon as there is room."""
+    names, found = [], {}
+    for _ in range(1_000):
+        if len(names) < len(requests) and len(names) - len(found) < together:
+            names.append(engine.add(requests[len(names)]))
+        found |= engine.step()
+        if len(found) == len(requests):
+            return [found[name] for name in names]
+    raise AssertionError("the engine does not come to an end")
+
+
+def priced():
+    """Costs under which windows depend on the batch."""
+    plain = no_costs(SLOTS, BLOCK)
+    verify = 1.0 + 0.1 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
+    return plain.replace(verify=verify[None], known=jnp.asarray(True))
+
+
+MODES = {
+    "off": {"prompt_width": STEP_ROWS // 2},
+    # a dispatch of fewer than all has other lanes than slots
+    "static": {"batch_tiers": (SLOTS - 1, SLOTS)},
+    "compact": {"cost_table": priced()},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_answers_are_those_of_the_target_alone(pair, requests, alone, mode):
+    """Requests come and go, prompts are read in pieces, pages run out and answers begin again."""
+    assert STEP_ROWS > SCRATCH
+    engine = Engine(*pair, dataclasses.replace(SMALL, mode=mode, **MODES[mode]))
+    pages = engine.free_pages
+    answers = serve(engine, requests, engine.config.batches()[0])
+    assert [answer.token_ids for answer in answers] == alone
+    assert engine.preemptions > 0, "the pool was never full"
+    assert engine.reused_rows == 0, "the last one took over pages without rings"
+    assert engine.free_pages == pages
+    windows, accepted = ([getattr(one, of) for one in answers] for of in ("windows", "accepted"))
+    if mode == "off":
+        return
+    assert sum(map(sum, windows)) > sum(map(sum, accepted)) > len(requests)
+    if mode == "static":
+        one_by_one = serve(engine, requests, 1)
+        assert [answer.accepted for answer in one_by_one] == accepted, "other rings, other drafts"
+    else:
+        assert {window for answer in windows for window in answer} == set(range(BLOCK + 1))
+
+
+def test_pages_that_do_not_hold_a_whole_text_are_not_kept_for_others(pair):
+    target, drafter = pair
+    with pytest.raises(
+        ValueError,
+        match=r"prefix_reuse is True; wanted None or False: target \S+ keeps rings of raw rows and "
+        "of compressor states beside its pages",
+    ):
+        Engine(target, drafter, dataclasses.replace(SMALL, prefix_reuse=True))
+
+
+def test_pages_that_entries_do_not_fit_are_refused(pair):
+    with pytest.raises(
+        ValueError, match=r"page_size is 6 tokens, entries stand for \(4,\) .*a multiple of 4"
+    ):
+        Engine(pair[0], None, dataclasses.replace(SMALL, page_size=6))
