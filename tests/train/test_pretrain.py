@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.checkpoints.resolve import load_target
-from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
+from dspark_jax.checkpoints.drafter import load_drafter
+from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
 from dspark_jax.models.experts import Experts, routed_experts
 from dspark_jax.models.ragged import rectangle
-from dspark_jax.testing.deepseek_v4 import toy_config
+from dspark_jax.testing import deepseek_v4, deepseek_v32
 from train import pretrain
 from train.config import read_config
 from train.data import supervised_answer
@@ -25,41 +25,23 @@ from train.mesh import MeshSection
 from train.new_target import check_model, new_weights
 from train.pretrain import TARGET, run_pretraining
 from train.pretrain_config import PretrainConfig, PretrainingSection, TeacherSection, TextSection
-from train.pretrain_step import balanced, layer_matrices, next_token_loss, split_tables
+from train.pretrain_step import (
+    balanced,
+    layer_matrices,
+    next_token_loss,
+    pretrain_step,
+    split_tables,
+)
 from train.sequence_attention import choose_keys, indexer_loss
 from train.sequence_experts import expert_load, sequence_experts
 from train.sequence_output import LayerReport
 from train.shards import write_manifest, write_shard
+from train.trainer import DRAFTER, run_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VOCABULARY, LENGTH, STEPS = 160, 24, 20
-V4 = toy_config(vocab_size=VOCABULARY)
-V32 = DeepseekV32Config(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    moe_intermediate_size=16,
-    num_hidden_layers=2,
-    first_k_dense_replace=1,
-    num_attention_heads=2,
-    q_lora_rank=12,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    index_n_heads=2,
-    index_head_dim=8,
-    index_topk=6,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    routed_scaling_factor=1.5,
-    rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
-    max_position_embeddings=64,
-)
+V4 = deepseek_v4.toy_config(vocab_size=VOCABULARY)
+V32 = deepseek_v32.toy_config(vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -113,21 +95,19 @@ def stop_after(monkeypatch, steps):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v32"])
-def test_a_target_learns_stops_resumes_and_is_read_back_as_it_was_trained(
+def test_a_target_learns_and_is_read_back_as_it_was_trained(
     family, base, teacher, tmp_path, monkeypatch
 ):
     model = {"deepseek_v4": V4, "deepseek_v32": V32}[family]
     run = base(section(tmp_path / "run"), **{family: model})
-    with monkeypatch.context() as patch:
-        stop_after(patch, 7)
-        assert not run_pretraining(run, teacher)
-    assert not (tmp_path / "run" / TARGET).exists()
     states = []
     served = pretrain.served_weights
     monkeypatch.setattr(
         pretrain, "served_weights", lambda *parts: states.append(served(*parts)) or states[0]
     )
-    assert run_pretraining(run, teacher, resume=True)
+    programs = pretrain_step._cache_size()
+    assert run_pretraining(run, teacher)
+    assert pretrain_step._cache_size() <= programs + 1
 
     figures = lines(tmp_path / "run")
     assert len(figures) == STEPS
@@ -148,6 +128,26 @@ def test_a_target_learns_stops_resumes_and_is_read_back_as_it_was_trained(
     np.testing.assert_allclose(trained, logits, atol=1e-3)
     right = jnp.argmax(logits[:, 8:-1], axis=-1) == tokens[:, 9:]
     assert right.mean() > 0.9
+
+
+def test_a_run_that_is_stopped_and_resumed_equals_an_unbroken_one(
+    base, teacher, tmp_path, monkeypatch
+):
+    unbroken, broken = (base(section(tmp_path / n), deepseek_v32=V32) for n in ("one", "two"))
+    assert run_pretraining(unbroken, teacher)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        assert not run_pretraining(broken, teacher)
+    assert not (tmp_path / "two" / TARGET).exists()
+    assert run_pretraining(broken, teacher, resume=True)
+    assert lines(tmp_path / "one") == lines(tmp_path / "two")
+    first, second = (
+        (tmp_path / name / TARGET / "model.safetensors").read_bytes() for name in ("one", "two")
+    )
+    assert first == second
+    changed = dataclasses.replace(V32, index_topk=7)
+    with pytest.raises(ValueError, match=r"config\.deepseek_v32\.index_topk was 6 and is 7"):
+        run_pretraining(base(section(tmp_path / "two"), deepseek_v32=changed), teacher, resume=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -291,3 +291,24 @@ def test_the_shipped_configs_describe_targets_that_can_be_made():
         run = read_config(CONFIGS / f"deepseek-{family}-small.toml", PretrainConfig)
         check_model(run.model)
         assert run.model.index_topk < run.data.sequence_length // (4 if family == "v4" else 1)
+
+
+def test_a_drafter_is_trained_for_such_a_target(tiny_run, tmp_path):
+    name = tiny_run.target.name
+    target = LoadedTarget(V32, new_weights(V32, 0, "float32"), None, (), name)
+    run = dataclasses.replace(
+        tiny_run,
+        drafter=dataclasses.replace(tiny_run.drafter, target_layer_ids=(-1, 0)),
+        training=dataclasses.replace(tiny_run.training, steps=3, output=str(tmp_path / "run")),
+    )
+    assert run_training(run, target)
+    drafter = load_drafter(tmp_path / "run" / DRAFTER, (V32, target.weights)).config
+    assert (drafter.num_attention_heads, drafter.num_key_value_heads, drafter.head_dim) == (
+        1,
+        1,
+        32,
+    )
+    assert drafter.intermediate_size == 96
+    written = json.loads((tmp_path / "run" / DRAFTER / "config.json").read_text())
+    verifier = written["speculators_config"]["verifier"]
+    assert verifier["architectures"] == ["DeepseekV32ForCausalLM"]
