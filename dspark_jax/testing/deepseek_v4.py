@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dspark_jax.checkpoints.deepseek_v4 import target_shapes
+from dspark_jax.checkpoints.deepseek_v4_named import deepseek_v4_fields
 from dspark_jax.checkpoints.drafter_deepseek_v4 import drafter_shapes
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config, Yarn
@@ -80,23 +81,7 @@ def random_tensors(
 
 def deepseek_fields(config: DeepseekV4Config) -> dict[str, Any]:
     """The ``config.json`` that DeepSeek would write for it."""
-    fields = dataclasses.asdict(config)
-    yarn = fields.pop("compress_yarn")
-    if yarn is not None:
-        fields["rope_scaling"] = {"type": "yarn", **yarn}
-    fields["compress_ratios"] = list(config.compress_ratios)
-    return {
-        "model_type": "deepseek_v4",
-        "num_key_value_heads": 1,
-        "n_shared_experts": 1,
-        "hidden_act": "silu",
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-        "eos_token_id": None,
-        **fields,
-    }
+    return {**deepseek_v4_fields(config), "eos_token_id": None}
 
 
 def save_pair(folder: Path, drafter: DeepseekV4DrafterConfig) -> None:

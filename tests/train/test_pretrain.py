@@ -18,9 +18,14 @@ from dspark_jax.models.experts import Experts, routed_experts
 from dspark_jax.models.ragged import rectangle
 from dspark_jax.testing import deepseek_v4, deepseek_v32
 from train import pretrain
-from train.config import read_config
+from train.calibrate import CALIBRATION
+from train.calibrate_config import CalibrateConfig
+from train.config import TrainConfig, read_config
 from train.data import supervised_answer
+from train.data_config import DataConfig
+from train.evaluate_config import EvaluateConfig
 from train.features import target_features
+from train.initialize import drafter_config
 from train.mesh import MeshSection
 from train.new_target import check_model, new_weights
 from train.pretrain import TARGET, run_pretraining
@@ -286,11 +291,23 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_shipped_configs_describe_targets_that_can_be_made():
-    for family in ("v4", "v32"):
-        run = read_config(CONFIGS / f"deepseek-{family}-small.toml", PretrainConfig)
-        check_model(run.model)
-        assert run.model.index_topk < run.data.sequence_length // (4 if family == "v4" else 1)
+@pytest.mark.parametrize(("family", "ratio"), [("v4", 4), ("v32", 1)])
+def test_the_shipped_configs_fit_together(family, ratio):
+    def read(kind, suffix=""):
+        return read_config(CONFIGS / f"deepseek-{family}-small{suffix}.toml", kind)
+
+    run = read(PretrainConfig)
+    check_model(run.model)
+    assert run.model.index_topk < run.data.sequence_length // ratio
+    target = f"{run.training.output}/{TARGET}"
+    answers, drafter = read(DataConfig, "-data"), read(TrainConfig, "-dspark")
+    calibrate, evaluate = read(CalibrateConfig, "-calibrate"), read(EvaluateConfig, "-evaluate")
+    assert {one.target.name for one in (answers, drafter, calibrate, evaluate)} == {target}
+    assert drafter.data.folders == (answers.answers.output,)
+    trained = f"{drafter.training.output}/{DRAFTER}"
+    assert calibrate.drafter.name == evaluate.drafter.name == trained
+    assert evaluate.evaluation.calibration == f"{calibrate.output.folder}/{CALIBRATION}"
+    drafter_config(drafter.drafter, LoadedTarget(run.model, None, None, (), target))
 
 
 def test_a_drafter_is_trained_for_such_a_target(tiny_run, tmp_path):
