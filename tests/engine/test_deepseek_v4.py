@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +13,6 @@ from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.engine import Engine
 from dspark_jax.models.deepseek_v4.ring import SCRATCH
-from dspark_jax.schedule.cost import no_costs
 from dspark_jax.testing.deepseek_v4 import save_pair, toy_config
 
 VOCAB, BLOCK, CONTEXT, SLOTS = 64, 2, 64, 4
@@ -77,18 +75,11 @@ def serve(engine, requests, together):
     raise AssertionError("the engine does not come to an end")
 
 
-def priced():
-    """Costs under which windows depend on the batch."""
-    plain = no_costs(SLOTS, BLOCK)
-    verify = 1.0 + 0.1 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
-    return plain.replace(verify=verify[None], known=jnp.asarray(True))
-
-
 MODES = {
     "off": {"prompt_width": STEP_ROWS // 2},
     # a dispatch of fewer than all has other lanes than slots
     "static": {"batch_tiers": (SLOTS - 1, SLOTS)},
-    "compact": {"cost_table": priced()},
+    "compact": {"threshold": 0.15},
 }
 
 
