@@ -129,8 +129,9 @@ def test_a_target_learns_and_is_read_back_as_it_was_trained(
     assert loaded.text.chat_ids(messages) == teacher.text.chat_ids(messages)
     jax.tree.map(np.testing.assert_array_equal, loaded.weights, states[0])
     tokens = jnp.asarray((np.arange(2 * LENGTH) % 7 + 20).reshape(2, LENGTH))
-    trained, logits = both_logits(model, loaded.weights, tokens)
+    (trained, taps), (logits, wanted) = both_forwards(model, loaded.weights, tokens)
     np.testing.assert_allclose(trained, logits, atol=1e-3)
+    np.testing.assert_allclose(taps, wanted, atol=1e-4)
     right = jnp.argmax(logits[:, 8:-1], axis=-1) == tokens[:, 9:]
     assert right.mean() > 0.9
 
@@ -156,15 +157,21 @@ def test_a_run_that_is_stopped_and_resumed_equals_an_unbroken_one(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def both_logits(config, weights, tokens):
-    """Logits of the forward that trains, and of a prefill."""
+def both_forwards(config, weights, tokens):
+    """Logits and taps of the forward that trains, and of a prefill."""
     rows, length = tokens.shape
-    _, trained = target_features(config, weights, tokens, ())
+    pairs = [target_features(config, weights, tokens, (1, -1, 0))]
     cache = config.family.init_cache(config, rows, length, jnp.float32)
     packed = rectangle(tokens, jnp.zeros(rows, jnp.int32), jnp.full(rows, length))
-    served, _, _ = config.family.forward(config, weights, cache, packed, taps=())
-    served = served.reshape(rows, length, -1)
-    return [config.family.unembed(config, weights, hidden) for hidden in (trained, served)]
+    served, taps, _ = config.family.forward(config, weights, cache, packed, taps=(1, -1, 0))
+    pairs.append((taps, served))
+    return [
+        (
+            config.family.unembed(config, weights, hidden.reshape(rows, length, -1)),
+            taps.reshape(rows, length, -1),
+        )
+        for taps, hidden in pairs
+    ]
 
 
 def test_few_experts_all_run_and_many_are_visited_with_the_same_result():
