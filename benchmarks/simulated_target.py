@@ -5,7 +5,8 @@
         --calibration CALIBRATION --out simulated.json --figure simulated.png
 
 What is real: every forward pass of target and drafter at their published shapes, the cost table,
-budget, allocation, packing, buckets, acceptance, and the engine's loop of steps (``engine.lanes``).
+the choice of shapes by lagged confidences (``engine.shapes``), allocation, packing, acceptance, and
+the engine's loop of steps (``engine.lanes``).
 What is not: what the weights say. Drafts are accepted and confident as those of the traces' pair
 were (``benchmarks.replayed_pair``), so acceptance is that of another, smaller model.
 
@@ -21,7 +22,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Array, Int
+from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +47,7 @@ from dspark_jax.bench.summary import add_ratios
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.compiling import compile_together
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import SamplingParams
 from dspark_jax.decode.setup import cache_dtype, tables_for, variant
 from dspark_jax.decode.state import State, make_requests
@@ -56,28 +57,29 @@ from dspark_jax.engine.config import EngineConfig
 from dspark_jax.engine.cost_profile import profile, write_table
 from dspark_jax.engine.engine import served_step
 from dspark_jax.engine.lanes import Lanes, Report, Starting
+from dspark_jax.engine.shapes import ShapeChoice, every_shape, paying_shapes
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.pages import PagePool, contiguous
 from dspark_jax.models.weights import DenseWeights
-from dspark_jax.schedule.cost import CostTables, paying_buckets
+from dspark_jax.schedule.cost import CostTables
 from train.config import DrafterSection
 from train.initialize import drafter_config, initial_weights
 
 LABEL = "SIMULATION: random weights, replayed acceptance"
 """Stands on everything that this writes."""
 
-STEPS = 16
-"""Steps of a dispatch."""
+STEPS = EngineConfig().steps
+"""Steps of a dispatch, as an engine takes them."""
 
-LEAST_DISPATCHES = 3
-"""Dispatches timed, after one that is not."""
+UNTIMED, LEAST_DISPATCHES = 4, 6
+"""Dispatches before the clock starts, until shapes are chosen by what was read, and after it."""
 
 PAGE, PROMPT_ROWS = 64, 16
 
 PAIRS: dict[str, tuple[DenseConfig, DrafterSection]] = {
     "qwen3-4b": (SHAPES["qwen3-4b"].target, SHAPES["qwen3-4b"].drafter),
     "tiny": (
-        DenseConfig("qwen3", 16384, 64, 128, 3, 4, 2, 16, 1e6, 1e-6, True, 4096, qk_norm=True),
+        DenseConfig("qwen3", 8192, 64, 128, 2, 4, 2, 16, 1e6, 1e-6, True, 4096, qk_norm=True),
         DrafterSection(1, 7, (0,), 3, 16),
     ),
 }
@@ -87,7 +89,25 @@ _START = jax.jit(
     lanes.start, static_argnames=("config", "slots", "pool", "context", "dtype", "stop_width")
 )
 _ADMIT = jax.jit(lanes.admit, donate_argnums=0)
-_RUN = jax.jit(lanes.run, static_argnames=("config", "most"), donate_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rows"), donate_argnums=1)
+def _dispatch(
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    placed: Lanes,
+    *,
+    config: StepConfig,
+    rows: int,
+) -> tuple[State, Report]:
+    """An engine's dispatch. Texts go on afterwards, and their caches are back at ``rows``."""
+    steps, spare = jnp.int32(STEPS), jnp.int32(0)
+    state, report = lanes.run(
+        weights, state, tables, placed, steps, spare, config=config, most=STEPS
+    )
+    length = jnp.full_like(state.cache.length, rows)
+    return state.replace(cache=state.cache.replace(length=length)), report
 
 
 def simulated_pair(
@@ -129,6 +149,14 @@ def simulated_pair(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What runs a load: a step for every shape that a dispatch may have, or the only one."""
+
+    steps: dict[Shape | None, StepConfig]
+    tables: CostTables
+
+
 class Sweep:
     """Loads of one pair, and the programs that run them.
 
@@ -152,11 +180,11 @@ class Sweep:
         self.target, self.drafter = target, drafter
         self.temperature, self.rows = temperature, rows
         width = drafter.config.block_size + 1
-        self._longest = rows + (STEPS + 1) * width
+        longest = rows + (STEPS + 1) * width
         self.base = EngineConfig(
             max_requests=max(users),
             batch_tiers=tuple(users),
-            max_context=-(-self._longest // PAGE) * PAGE,
+            max_context=-(-longest // PAGE) * PAGE,
             page_size=PAGE,
             prompt_width=PROMPT_ROWS,
             # no prompt is read here: a profile times one piece, the least it can
@@ -174,8 +202,8 @@ class Sweep:
         table = profile(self.target, self.drafter, config, shares=(share,), **options)
         write_table({"simulation": LABEL, **table}, path)
 
-    def prepared(self, arm: str, users: int, costs: Path) -> tuple[StepConfig, CostTables]:
-        """The step that an engine of this arm takes under this load, and its tables."""
+    def prepared(self, arm: str, users: int, costs: Path) -> Prepared:
+        """What an engine of this arm steps by under this load."""
         config = arm_config(dataclasses.replace(self.base, cost_table=costs), arm)
         params = SamplingParams(temperature=self.temperature)
         step = variant(served_step(self.target, self.drafter, config), [params])
@@ -185,60 +213,71 @@ class Sweep:
             given = config.cost_table, config.calibration
             return tables_for(self.target, drafter, step, *given, batch=users)
 
-        step = config.stepping(step, users)
-        if step.mode == "compact":
-            paying = paying_buckets(step.buckets, tables(step))
-            step = dataclasses.replace(step, buckets=paying)
-        return step, tables(step)
+        if not step.adaptive:
+            return Prepared({None: step}, tables(step))
+        every = every_shape(config.row_counts(step.width, users), users, step.walk_caps)
+        shapes = paying_shapes(every, users, tables(_with_rows(step, every)))
+        steps: dict[Shape | None, StepConfig] = {
+            shape: dataclasses.replace(step, shape=shape, walk_caps=()) for shape in shapes
+        }
+        return Prepared(steps, tables(_with_rows(step, shapes)))
 
-    def compile(
-        self, programs: Sequence[tuple[StepConfig, CostTables, int]], progress: bool
-    ) -> None:
-        """Compile the dispatches of these steps, tables and loads side by side."""
+    def compile(self, loads: Iterable[tuple[Prepared, int]], progress: bool) -> None:
+        """Compile all dispatches of these loads side by side."""
 
         def lowered() -> Iterator[jax.stages.Lowered]:
-            for step, tables, users in programs:
-                state = jax.eval_shape(functools.partial(self._occupied, step, users))
-                yield _RUN.lower(*self._call(step, tables, users, state), config=step, most=STEPS)
+            for prepared, users in loads:
+                for step in prepared.steps.values():
+                    state = jax.eval_shape(functools.partial(self._occupied, step, users))
+                    weights, placed = self._fixed(step, users)
+                    call = weights, state, prepared.tables, placed
+                    yield _dispatch.lower(*call, config=step, rows=self.rows)
 
         compile_together(lowered(), progress)
 
-    def run(
-        self, step: StepConfig, tables: CostTables, users: int, blocks: int
-    ) -> tuple[float, list[Report]]:
-        """Seconds of dispatches that verify ``blocks`` windows or more, and their reports."""
-        state = self._occupied(step, users)
-        dispatches = max(LEAST_DISPATCHES, -(-blocks // (users * STEPS)))
-        reports = []
-        begin = 0.0
-        for index in range(1 + dispatches):
-            call = self._call(step, tables, users, state)
-            state, report = _RUN(*call, config=step, most=STEPS)
-            # texts go on where they are; only their rows in the caches begin anew
-            state = state.replace(cache=state.cache.replace(length=self._lengths(users)))
-            if index:
-                reports.append(report)
-            else:
-                jax.block_until_ready(state)
-                begin = time.perf_counter()
-        jax.block_until_ready((state, reports))
-        return time.perf_counter() - begin, jax.device_get(reports)
+    def run(self, prepared: Prepared, users: int, blocks: int) -> tuple[float, list[Report]]:
+        """Seconds of dispatches that verify ``blocks`` windows or more, and their reports.
 
-    def _call(
-        self, step: StepConfig, tables: CostTables, users: int, state: State
-    ) -> tuple[Any, ...]:
+        As in an engine, a dispatch is launched before the one before it is read, and its shape is
+        chosen by what had been read until then.
+        """
+        any_step = next(iter(prepared.steps.values()))
+        state = self._occupied(any_step, users)
+        weights, placed = self._fixed(any_step, users)
+        shapes = tuple(shape for shape in prepared.steps if shape is not None)
+        costs = jax.device_get(prepared.tables)
+        choice = ShapeChoice(users, any_step.depth, any_step.hysteresis)
+        everyone, unlimited = range(users), np.iinfo(np.int32).max
+        for slot in everyone:
+            choice.begin(slot, unlimited, self.rows)
+        reports: list[Report] = []
+        begin = 0.0
+        for index in range(UNTIMED + max(LEAST_DISPATCHES, -(-blocks // (users * STEPS)))):
+            if index == UNTIMED:
+                jax.block_until_ready((state, reports))
+                begin = time.perf_counter()
+            shape = choice.choose(shapes, users, costs, everyone) if shapes else None
+            call = weights, state, prepared.tables, placed
+            state, report = _dispatch(*call, config=prepared.steps[shape], rows=self.rows)
+            if report.confidence is not None:
+                report.confidence.copy_to_host_async()
+            if shapes and reports:
+                known = np.asarray(reports[-1].confidence)
+                choice.learn(everyone, known, [unlimited] * users, [self.rows] * users)
+            reports.append(report)
+        jax.block_until_ready((state, reports))
+        return time.perf_counter() - begin, jax.device_get(reports[UNTIMED:])
+
+    def _fixed(self, step: StepConfig, users: int) -> tuple[Weights, Lanes]:
+        """What every dispatch of a load takes: weights, and everyone in pages of their own."""
         weights = Weights(self.target.weights, self.drafter.weights if step.drafts else None)
         table = contiguous(users, self._context, PAGE)
-        placed = Lanes(None, jnp.ones(users, bool), table)
-        return weights, state, tables, placed, jnp.int32(STEPS), jnp.int32(0)
+        return weights, Lanes(None, jnp.ones(users, bool), table)
 
     @property
     def _context(self) -> int:
         assert self.base.max_context is not None, "it has been set above"
         return self.base.max_context
-
-    def _lengths(self, users: int) -> Int[Array, "S"]:
-        return jnp.full(users, self.rows, jnp.int32)
 
     def _occupied(self, step: StepConfig, users: int) -> State:
         """Everyone decodes, from evenly spaced places of the traces; cache rows hold zeros."""
@@ -256,7 +295,7 @@ class Sweep:
         starting = Starting(
             slots=everyone,
             anchor=jnp.asarray(starts(users, self.target.config.blocks)),
-            rows=self._lengths(users),
+            rows=jnp.full_like(everyone, self.rows),
             steps=zeros,
             emitted=zeros,
             seeds=everyone,
@@ -268,6 +307,11 @@ class Sweep:
             ),
         )
         return _ADMIT(state, starting)
+
+
+def _with_rows(step: StepConfig, shapes: Sequence[Shape]) -> StepConfig:
+    """The step for which a cost table of these shapes is laid out."""
+    return dataclasses.replace(step, buckets=tuple(shape.rows for shape in shapes))
 
 
 def starts(users: int, blocks: int) -> Int[np.ndarray, "S"]:
@@ -285,10 +329,10 @@ def summarise(seconds: float, reports: Sequence[Report], users: int) -> dict[str
     counts, windows = outcome.count, outcome.window
     if any(int(one.done) != STEPS for one in reports) or not (counts > 0).all():
         raise RuntimeError("a request stopped decoding; wanted everyone live in every step")
-    decision = outcome.decision
     budgets = depths = np.zeros(len(counts))
-    if decision is not None:
-        budgets, depths = decision.budget, decision.depth
+    drafting = outcome.decision is not None
+    if drafting:
+        budgets, depths = outcome.decision.budget, outcome.decision.depth
     drafts = windows.sum()
     committed = np.minimum(outcome.accepted, windows).sum()
     return {
@@ -303,7 +347,7 @@ def summarise(seconds: float, reports: Sequence[Report], users: int) -> dict[str
         "window_p10": float(np.percentile(windows, 10) + 1),
         "window_p90": float(np.percentile(windows, 90) + 1),
         "mean_depth": float(depths.mean()),
-        "skipped_draft_share": float((depths == 0).mean()),
+        "skipped_draft_share": float((depths == 0).mean()) if drafting else None,
         "accepted_share": float(committed / drafts) if drafts else None,
     }
 
@@ -367,12 +411,13 @@ def main(
     loads = list(itertools.product(chosen, users))
     programs = {load: sweep.prepared(*load, table) for load in loads}
     with record.arm(arm="compilation"):
-        sweep.compile([(*programs[load], load[1]) for load in loads], progress)
+        sweep.compile([(programs[load], load[1]) for load in loads], progress)
     for arm, count in loads:
-        step, tables = programs[arm, count]
+        prepared = programs[arm, count]
         with record.arm(arm=arm, concurrency=count) as entry:
-            entry["buckets"] = step.buckets
-            entry |= summarise(*sweep.run(step, tables, count, blocks), count)
+            shapes = [shape for shape in prepared.steps if shape is not None]
+            entry["shapes"] = [dataclasses.asdict(shape) for shape in shapes]
+            entry |= summarise(*sweep.run(prepared, count, blocks), count)
             add_ratios(record.arms)
     measured = [arm for arm in record.arms if "tokens_per_second" in arm]
     Console(width=120).print(_table(measured, f"{LABEL}; {shape}, {traces.name}"))

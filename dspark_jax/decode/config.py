@@ -10,6 +10,20 @@ Policy = Literal["lagged", "causal", "fresh"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Shape:
+    """What every step of a dispatch drafts and verifies, decided before it begins.
+
+    Attributes:
+        depth: drafts walked of each request; 0 drafts nothing.
+        rows: rows verified over the whole batch: every anchor, and the drafts of highest survival
+            as far as there is room for them.
+    """
+
+    depth: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
 class StepConfig:
     """Static argument of ``decode_step``; hashable.
 
@@ -29,8 +43,9 @@ class StepConfig:
             and one that does not stays without.
         buckets: ascending token counts of the compact verify batch. The last one holds
             every slot's full window. Empty means that one bucket.
-        fill: verify as many drafts more as fit into the bucket that the budget needs, if they have
-            been walked. The bucket is as old as the budget, so this is exact.
+        shape: what is drafted and verified, in place of a budget; the caller decides it by policy
+            "lagged", from steps before the dispatch, which is exact. Modes "compact" and
+            "cap-accept".
         walk_caps: ascending draft depths the sequential head may stop at; the last is the
             full depth. Empty means that one. 0 is always possible (a step without drafts).
         sampled: False promises that every request is greedy; no noise is then drawn.
@@ -50,7 +65,7 @@ class StepConfig:
     smoothing: float = 0.5
     hysteresis: float = 0.02
     buckets: tuple[int, ...] = ()
-    fill: bool = False
+    shape: Shape | None = None
     walk_caps: tuple[int, ...] = ()
     sampled: bool = True
     filtered: bool = True
@@ -72,12 +87,8 @@ class StepConfig:
                 f'threshold is {self.threshold} in mode {self.mode!r}; wanted mode "compact" or '
                 '"cap-accept", whose windows it decides'
             )
-        if self.fill and (self.mode, self.policy, self.threshold) != ("compact", "lagged", None):
-            raise ValueError(
-                f"fill is on with mode {self.mode!r}, policy {self.policy!r} and threshold "
-                f'{self.threshold}; wanted mode "compact", policy "lagged" and no threshold: only '
-                "there the bucket is known before the drafts"
-            )
+        if self.shape is not None:
+            self._check_shape(self.shape)
         if not 0 < self.smoothing <= 1:
             raise ValueError(f"smoothing is {self.smoothing}; wanted a weight, above 0 and up to 1")
         if not 0 <= self.hysteresis < 1:
@@ -116,6 +127,16 @@ class StepConfig:
             )
         if self.walk_caps and self.walk_caps[-1] != self.depth:
             raise ValueError(f"walk_caps end at {self.walk_caps[-1]}; wanted {self.depth}")
+
+    def _check_shape(self, shape: Shape) -> None:
+        if not self.adaptive or (self.policy, self.threshold) != ("lagged", None):
+            raise ValueError(
+                f"shape is {shape} with mode {self.mode!r}, policy {self.policy!r} and threshold "
+                f'{self.threshold}; wanted mode "compact" or "cap-accept", policy "lagged" and no '
+                "threshold: only there it is known before the drafts"
+            )
+        if not 0 <= shape.depth <= self.depth:
+            raise ValueError(f"depth of the shape is {shape.depth}; wanted 0..{self.depth}")
 
     @property
     def drafts(self) -> bool:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.calibration.nearest import nearest_temperatures
 from dspark_jax.decode import noise
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.draft import Drafts, draft
 from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, Logprobs, State
 from dspark_jax.models.ragged import Mixed, Packed, compact, rectangle
@@ -148,13 +148,15 @@ def _draft_and_allocate(
         decision = Decision(window.sum(), jnp.int32(config.depth), confidence)
         return drafts, window, decision, state
 
+    if config.shape is not None:
+        return _draft_in_shape(weights, state, tables, keys, valid, config.shape, config)
+
     load = Load(
         sampling=state.active.sum(),
         base_tokens=state.active.sum(),
         draft_requests=jnp.asarray(state.slots),
         cache_rows=jnp.where(state.active, state.cache.length, 0).sum(),
     )
-    newest = state.confidences[(state.tick - 1) % config.lag]
     lagged = running_product(state.confidences[state.tick % config.lag])
     depths = config.walk_caps or (config.depth,)
     plan = best_budget(
@@ -164,11 +166,6 @@ def _draft_and_allocate(
     edge = jnp.where(state.drafting, 1.0 - config.hysteresis, 1.0 + config.hysteresis)
     drafting = plan.gain > edge
     budget, depth = plan.budget, plan.depth
-    if config.fill:
-        buckets = jnp.asarray(config.buckets or (state.slots * config.width,))
-        bucket = jnp.searchsorted(buckets, load.base_tokens + budget)
-        budget = buckets[bucket] - load.base_tokens
-        depth = jnp.maximum(depth, allocate(lagged, valid, budget).max())
     budget, depth = jnp.where(drafting, budget, 0), jnp.where(drafting, depth, 0)
 
     caps = (0, *depths)
@@ -186,13 +183,41 @@ def _draft_and_allocate(
     elif config.policy == "fresh":
         budget = best_budget(current, usable, load, tables).budget
     window = allocate(current, usable, budget)
-    refreshed = drafted & state.active[:, None]
-    kept = remember(confidence, newest, refreshed, config.smoothing)
-    state = state.replace(
-        confidences=state.confidences.at[state.tick % config.lag].set(kept),
-        drafting=jnp.where(valid.any(), drafting, state.drafting),
-    )
+    state = _remember(state, confidence, drafted, config)
+    state = state.replace(drafting=jnp.where(valid.any(), drafting, state.drafting))
     return drafts, window, Decision(budget, depth, confidence), state
+
+
+def _draft_in_shape(
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    keys: Array | None,
+    valid: Bool[Array, "S G"],
+    shape: Shape,
+    config: StepConfig,
+) -> tuple[Drafts, Int[Array, "S"], Decision, State]:
+    """Draft to the depth of the shape, and fill its rows with the drafts of highest survival."""
+    drafts = draft(weights, state, keys, shape.depth, config=config)
+    confidence = _calibrated(drafts, state, tables)
+    drafted = jnp.arange(1, config.depth + 1)[None] <= shape.depth
+    usable = valid & drafted
+    if shape.rows >= state.slots * (shape.depth + 1):
+        window = usable.sum(axis=1).astype(jnp.int32)  # there is room for all
+    else:
+        budget = shape.rows - state.active.sum()
+        window = allocate(running_product(confidence), usable, budget)
+    state = _remember(state, confidence, drafted, config)
+    return drafts, window, Decision(window.sum(), jnp.int32(shape.depth), confidence), state
+
+
+def _remember(
+    state: State, confidence: Float[Array, "S G"], drafted: Bool[Array, "1 G"], config: StepConfig
+) -> State:
+    """The state with what is known of confidences after this step."""
+    newest = state.confidences[(state.tick - 1) % config.lag]
+    kept = remember(confidence, newest, drafted & state.active[:, None], config.smoothing)
+    return state.replace(confidences=state.confidences.at[state.tick % config.lag].set(kept))
 
 
 def _calibrated(drafts: Drafts, state: State, tables: CostTables) -> Float[Array, "S G"]:
@@ -249,6 +274,10 @@ def verify_and_commit(
 
     count = jnp.where(state.active, window + 1, 0)
     buckets = config.buckets or (state.slots * config.width,)
+    if config.shape is not None:
+        if config.shape.rows == state.slots * config.width:
+            return run(rectangle(rows, start, count), window)
+        buckets = (config.shape.rows,)
     tier = jnp.searchsorted(jnp.asarray(buckets), count.sum())
 
     def bucket(size: int):

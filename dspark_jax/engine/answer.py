@@ -16,44 +16,60 @@ from dspark_jax.text.text import Text
 
 
 class Brought:
-    """What a dispatch brought, by lane. Lists: an array is slow to ask for one number."""
+    """What a dispatch brought, one lane after another.
+
+    Lists, flat and with offsets: arrays are slow to ask for one number, and nested lists slow to
+    make of hundreds of requests.
+    """
 
     def __init__(self, report: Report) -> None:
         done, outcome = int(report.done), report.outcome
 
-        def by_lane(values: Any) -> list:
-            return np.swapaxes(np.asarray(values)[:done], 0, 1).tolist()
+        def by_lane(values: Any) -> np.ndarray:
+            return np.swapaxes(np.asarray(values)[:done], 0, 1)
 
-        self.count = by_lane(outcome.count)
-        self.tokens = by_lane(outcome.tokens)
-        self.window = by_lane(outcome.window)
-        self.accepted = by_lane(outcome.accepted)
+        count = by_lane(outcome.count)
+        taken = count > 0  # a lane that has ended takes part in no later step
+        emitted = np.arange(outcome.tokens.shape[-1]) < count[..., None]
+        self.commits = count[taken].tolist()
+        self.windows = by_lane(outcome.window)[taken].tolist()
+        self.accepted = by_lane(outcome.accepted)[taken].tolist()
+        self.tokens = by_lane(outcome.tokens)[emitted].tolist()
+        self.steps_before = _offsets(taken.sum(axis=1))
+        self.tokens_before = _offsets(count.sum(axis=1))
         self.finish = np.asarray(report.finish)[done - 1].tolist() if done else None
         self.logprobs = outcome.logprobs
 
 
+def _offsets(counts: np.ndarray) -> list[int]:
+    return np.concatenate([[0], np.cumsum(counts)]).tolist()
+
+
 def absorb(sequence: Sequence, brought: Brought, lane: int) -> FinishReason | None:
     """Take over what one lane of a dispatch brought; why the request ended, if it did."""
-    wanted = sequence.job.params.logprobs
-    for step, count in enumerate(brought.count[lane]):
-        if count == 0:
-            break
-        own = brought.tokens[lane][step][:count]
-        sequence.tokens += own
-        sequence.commits.append(count)
-        sequence.windows.append(brought.window[lane][step])
-        sequence.accepted.append(brought.accepted[lane][step])
-        if wanted is not None and brought.logprobs is not None:
-            logprobs = brought.logprobs
-            chosen, ids, values = (
-                part[step, lane, :count].tolist()
-                for part in (logprobs.chosen, logprobs.top_ids, logprobs.top_values)
-            )
-            for row, token_id in enumerate(own):
-                top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
-                sequence.logprobs.append(TokenLogprob(token_id, chosen[row], top))
+    begin, end = brought.steps_before[lane : lane + 2]
+    first, last = brought.tokens_before[lane : lane + 2]
+    commits = brought.commits[begin:end]
+    sequence.commits += commits
+    sequence.windows += brought.windows[begin:end]
+    sequence.accepted += brought.accepted[begin:end]
+    sequence.tokens += brought.tokens[first:last]
+    if sequence.job.params.logprobs is not None and brought.logprobs is not None:
+        _absorb_logprobs(sequence, brought.logprobs, lane, commits)
     finish = states.RUNNING if brought.finish is None else brought.finish[lane]
     return None if finish == states.RUNNING else FINISH[finish]
+
+
+def _absorb_logprobs(sequence: Sequence, logprobs: Any, lane: int, commits: list[int]) -> None:
+    wanted = sequence.job.params.logprobs
+    for step, count in enumerate(commits):
+        parts = (logprobs.chosen, logprobs.top_ids, logprobs.top_values)
+        chosen, ids, values = (part[step, lane, :count].tolist() for part in parts)
+        for token_id, own, *top in zip(
+            sequence.tokens[len(sequence.logprobs) :], chosen, ids, values, strict=False
+        ):
+            best = tuple(zip(*(one[:wanted] for one in top), strict=True))
+            sequence.logprobs.append(TokenLogprob(token_id, own, best))
 
 
 def answer(sequence: Sequence, text: Text | None, reason: FinishReason | None) -> Completion | None:

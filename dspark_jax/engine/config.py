@@ -47,10 +47,9 @@ class EngineConfig:
             of prompts as fit beside them. None takes 2 prompt rows a request, 256 at least.
         batch_tiers: increasing request counts that a step is compiled for, up to
             ``max_requests``; None takes powers of four.
-        token_tiers: increasing row counts that a compact step is compiled for, beside full windows;
-            None takes every anchor alone and 2, 3, 4 and 6 eighths of full windows. With a cost
-            table, those that save next to nothing are left out.
-        fill: verify as many drafts more as a step's compiled row count has room for.
+        token_tiers: increasing row counts that a compact step is compiled for, beside full windows
+            and, with a cost table, every anchor alone; None takes 2, 3, 4 and 6 eighths of full
+            windows. With a cost table, those that save next to nothing are left out.
         context_tiers: increasing row counts that attention is compiled for, beside
             ``max_context``: a step whose texts are all shorter reads no more than that.
         bound_blocks: bound what full blocks would have committed, for the metrics; modes "compact"
@@ -78,7 +77,6 @@ class EngineConfig:
     max_batched_tokens: int | None = None
     batch_tiers: tuple[int, ...] | None = None
     token_tiers: tuple[int, ...] | None = None
-    fill: bool = False
     context_tiers: tuple[int, ...] = ()
     bound_blocks: bool = False
     steps: int = 8
@@ -111,17 +109,19 @@ class EngineConfig:
         )
         return (*powers, self.max_requests)
 
+    def row_counts(self, width: int, batch: int) -> tuple[int, ...]:
+        """Rows that a step of this many requests may verify, for windows of ``width`` rows."""
+        full = batch * width
+        if self.token_tiers is not None:
+            return (*(rows for rows in self.token_tiers if batch <= rows < full), full)
+        eighths = {full * part // 8 for part in (2, 3, 4, 6, 8)}
+        return tuple(sorted({rows for rows in eighths if rows > batch} | {batch}))
+
     def stepping(self, step: StepConfig, batch: int) -> StepConfig:
         """The step of this many requests: with the row counts that it is compiled for."""
         if step.mode != "compact":
             return step
-        full = batch * step.width
-        if self.token_tiers is None:
-            eighths = {full * part // 8 for part in (2, 3, 4, 6, 8)}
-            buckets = tuple(sorted({rows for rows in eighths if rows > batch} | {batch}))
-        else:
-            buckets = (*(rows for rows in self.token_tiers if batch <= rows < full), full)
-        return dataclasses.replace(step, buckets=buckets)
+        return dataclasses.replace(step, buckets=self.row_counts(step.width, batch))
 
     def columns(self, context: int) -> tuple[int, ...]:
         """Page counts of a request that a step is compiled for."""

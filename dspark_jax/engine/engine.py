@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.job import make_job
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.decode.setup import (
@@ -39,7 +40,8 @@ from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
-from dspark_jax.schedule.cost import CostTables, paying_buckets
+from dspark_jax.engine.shapes import ShapeChoice, every_shape, paying_shapes
+from dspark_jax.schedule.cost import CostTables
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +84,26 @@ class Engine:
         self.step_config = step
         check_prompt_width(config.prompt_width, jax.default_backend())
 
+        priced = config.cost_table is not None and config.threshold is None
+        shaped = step.adaptive and step.policy == "lagged" and priced
+
         @functools.cache
-        def buckets(batch: int) -> tuple[int, ...]:
-            every = config.stepping(step, batch)
-            if step.mode != "compact" or not isinstance(config.cost_table, str | Path):
-                return every.buckets
-            return paying_buckets(every.buckets, tables(batch, 0, every))
+        def shapes(batch: int) -> tuple[Shape, ...]:
+            if not shaped:
+                return ()
+            rows = config.row_counts(step.width, batch)
+            every = every_shape(rows, batch, depth_caps(None, step.depth, priced))
+            if isinstance(config.cost_table, CostTables):
+                return every
+            return paying_shapes(every, batch, tables(batch, 0, with_rows(every)))
+
+        def with_rows(shapes: tuple[Shape, ...]) -> StepConfig:
+            return dataclasses.replace(step, buckets=tuple(shape.rows for shape in shapes))
 
         def stepping(step: StepConfig, batch: int) -> StepConfig:
-            return dataclasses.replace(step, buckets=buckets(batch))
+            if not shaped:
+                return config.stepping(step, batch)
+            return dataclasses.replace(step, buckets=with_rows(shapes(batch)).buckets)
 
         def tables(batch: int, prompt_rows: int, tier: StepConfig | None = None) -> CostTables:
             given = config.cost_table
@@ -106,11 +119,16 @@ class Engine:
             )
 
         tables(config.max_requests, 0)
+        self._choice = None
+        if shaped:
+            self._choice = ShapeChoice(config.max_requests, step.depth, step.hysteresis)
         self._programs = Programs(
             weights=Weights(target.weights, None if drafter is None else drafter.weights),
             config=step,
             stepping=stepping,
             tables=tables,
+            shapes=shapes,
+            choice=self._choice,
             pool=pool,
             batches=config.batches(),
             columns=columns,
@@ -133,7 +151,7 @@ class Engine:
         if config.correct_costs and step.mode == "compact" and step.threshold is None:
             self._correction = CostCorrection(
                 lambda: self._programs.costs,
-                buckets,
+                lambda batch: stepping(step, batch).buckets,
                 self._programs.reprice,
             )
         self.reset_metrics()
@@ -348,7 +366,7 @@ class Engine:
             if sequence.tokens and sequence.first_token is None:
                 sequence.first_token = self._metrics.clock()
             completion = answer(sequence, self.target.text, reason)
-            self._scheduler.remember(sequence, sequence.rows)
+            self._scheduler.remember(sequence)
             if completion is not None:
                 self._end(sequence)
                 self._unclaimed[sequence.arrival] = self._served(sequence, completion)
@@ -356,6 +374,14 @@ class Engine:
                 show(sequence, completion)
             except BaseException as failure:  # which must not cost others their tokens
                 failures.append(failure)
+        if self._choice is not None:
+            going = [(one, lane) for one, lane in flight.lanes if one.stage is Stage.DECODING]
+            self._choice.learn(
+                [one.slot for one, _ in going],
+                np.asarray(report.confidence)[[lane for _, lane in going]],
+                [one.room for one, _ in going],
+                [one.rows for one, _ in going],
+            )
         return failures
 
     @contextlib.contextmanager
@@ -428,7 +454,6 @@ def served_step(
         threshold=config.threshold,
         policy=config.policy,
         lag=config.lag,
-        fill=config.fill,
         bound_blocks=config.bound_blocks,
     )
     if not step.adaptive:

@@ -13,7 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
@@ -54,11 +54,14 @@ class Report:
     """Outcomes of the ``done`` steps of a dispatch, stacked along a leading axis.
 
     ``finish`` says after each step why a lane's request has ended; RUNNING if it has not.
+    ``confidence`` is what the next dispatch but one may be shaped by: what was known of each lane's
+    calibrated confidences ``lag`` steps before the step that follows; None where none has a shape.
     """
 
     outcome: Outcome
     finish: Int[Array, "n L"]
     done: Int[Array, ""]
+    confidence: Float[Array, "L G"] | None
 
 
 @flax.struct.dataclass
@@ -142,7 +145,7 @@ def run(
 
     zero = jnp.zeros((), jnp.int32)
     inner, record, done = jax.lax.while_loop(going, body, (inner, record, zero))
-    return _leave(state, inner, lanes), Report(record[0], record[1], done)
+    return _leave(state, inner, lanes), Report(record[0], record[1], done, _known(inner, config))
 
 
 def mixed(
@@ -159,7 +162,13 @@ def mixed(
     prompts = rectangle(pieces.tokens, pieces.start, pieces.count, pieces.lane)
     inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
     record = jax.tree.map(lambda one: one[None], (outcome, inner.finish))
-    return _leave(state, inner, lanes), Report(record[0], record[1], jnp.ones((), jnp.int32))
+    done = jnp.ones((), jnp.int32)
+    return _leave(state, inner, lanes), Report(record[0], record[1], done, _known(inner, config))
+
+
+def _known(state: State, config: StepConfig) -> Float[Array, "L G"] | None:
+    """The confidences that a budget of the next step would look at."""
+    return None if config.shape is None else state.confidences[state.tick % config.lag]
 
 
 def with_tables(

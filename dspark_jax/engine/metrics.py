@@ -212,7 +212,9 @@ class Metrics:
             capped = self._config.mode == "cap-accept"
             rows = int(full if capped else (window[step] + live[step]).sum())
             bucket = batch * width
-            if compact:
+            if compact and flight.shape is not None:
+                bucket = flight.shape.rows
+            elif compact:
                 bucket = next(size for size in buckets if size >= rows)
             if rows:
                 self._buckets[str(bucket)] += 1

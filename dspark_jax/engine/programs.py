@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dspark_jax.compiling import compile_together
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import variant
 from dspark_jax.decode.state import Requests
@@ -23,6 +23,7 @@ from dspark_jax.engine.config import piece_tiers
 from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
+from dspark_jax.engine.shapes import ShapeChoice, extremes
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
 
@@ -50,6 +51,7 @@ class Flight:
         launched: outcomes on the device, as soon as it has been launched there.
         batch: lanes it was compiled for.
         pieces: pieces of prompts it was compiled for.
+        shape: what its steps draft and verify; None where they decide it themselves.
         sent: when it was dispatched, seconds on the engine's clock.
         ended: when the host has seen it end; None until it is read.
         waited: whether the host was waiting for it then, so that ``ended`` is no later.
@@ -60,6 +62,7 @@ class Flight:
     launched: Future[Report]
     batch: int
     pieces: int
+    shape: Shape | None
     sent: float = 0.0
     ended: float | None = None
     waited: bool = False
@@ -97,6 +100,8 @@ class Programs:
         config: the step, without what depends on requests or tier.
         stepping: a step as it is taken by so many lanes.
         tables: costs of a step of so many lanes that carries so many rows of prompts.
+        shapes: what a dispatch of so many lanes may draft and verify; none where steps decide.
+        choice: chooses among them; None where there is nothing to choose.
         batches: increasing lane counts; the last one is all slots.
         columns: increasing page counts of a request.
         pieces: most pieces of prompts in a step.
@@ -110,6 +115,8 @@ class Programs:
     config: StepConfig
     stepping: Callable[[StepConfig, int], StepConfig]
     tables: Callable[[int, int], CostTables]
+    shapes: Callable[[int], tuple[Shape, ...]]
+    choice: ShapeChoice | None
     pool: PagePool
     batches: tuple[int, ...]
     columns: tuple[int, ...]
@@ -156,8 +163,14 @@ class Programs:
         """The same on the device."""
         return jax.device_put(self.costs)
 
+    @cached_property
+    def _in_use(self) -> dict[tuple[int, int], CostTables]:
+        """`costs` as they have been corrected."""
+        return dict(self.costs)
+
     def reprice(self, program: tuple[int, int], tables: CostTables) -> None:
         """Step by these costs from the next dispatch on. They are copied while others run."""
+        self._in_use[program] = tables
         costs = jax.device_put({"verify": tables.verify, "draft": tables.draft})
         self._priced[program] = dataclasses.replace(self._priced[program], **costs)
 
@@ -166,12 +179,19 @@ class Programs:
         config = variant(self.config, params)
         if config not in self._variants:
             self._variants.append(config)
-        tiers = list(itertools.product(self.batches, self.columns, (0, *self.piece_tiers)))
+        tiers = [
+            (batch, columns, pieces, shape)
+            for batch in self.batches
+            for columns in self.columns
+            for pieces in (0, *self.piece_tiers)
+            for shape in self._shapes(batch, pieces) or (None,)
+        ]
 
-        def call(batch: int, columns: int, pieces: int) -> Call:
-            return self._call(config, _placed([], batch, columns, self.slots), [], pieces, 1, 0)
+        def call(batch: int, columns: int, pieces: int, shape: Shape | None) -> Call:
+            placed = _placed([], batch, columns, self.slots)
+            return self._call(config, placed, [], pieces, 1, 0, shape)
 
-        def lowered(tier: tuple[int, int, int]) -> jax.stages.Lowered:
+        def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
             program, *operands, static = call(*tier)
             return program.lower(self.weights, self._state, *operands, **static)
 
@@ -198,6 +218,7 @@ class Programs:
         pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
         room = _tier((0, *self.piece_tiers), len(pieces))
         lanes = [(one, lane[one]) for one in everyone]
+        shape = self._shape(plan, batch, room)
         call = self._call(
             config,
             _placed(lanes, batch, columns, self.slots, len(decoding)),
@@ -205,6 +226,7 @@ class Programs:
             room,
             plan.steps,
             plan.spare,
+            shape,
         )
 
         def launch() -> Report:
@@ -215,7 +237,22 @@ class Programs:
                 leaf.copy_to_host_async()
             return report
 
-        return Flight(plan, decoding, self._launcher.submit(launch), batch, room)
+        return Flight(plan, decoding, self._launcher.submit(launch), batch, room, shape)
+
+    def _shapes(self, batch: int, pieces: int) -> tuple[Shape, ...]:
+        """What a dispatch is compiled for: beside few rows of prompts, seldom run, little."""
+        shapes = self.shapes(batch)
+        return shapes if pieces in (0, self.piece_tiers[-1]) else extremes(shapes)
+
+    def _shape(self, plan: Plan, batch: int, pieces: int) -> Shape | None:
+        """What the dispatch of a plan drafts and verifies."""
+        if self.choice is None:
+            return None
+        for one in plan.starting:
+            self.choice.begin(one.slot, one.room, one.rows)
+        slots = [one.slot for one in plan.decoding]
+        costs = self._in_use[batch, pieces]
+        return self.choice.choose(self._shapes(batch, pieces), batch, costs, slots)
 
     @property
     def _group(self) -> int:
@@ -250,10 +287,14 @@ class Programs:
         count: int,
         steps: int,
         spare: int,
+        shape: Shape | None,
     ) -> Call:
         """One dispatch, with room for ``count`` pieces of prompts."""
         batch = placed.decoding.shape[0]
-        config = self.stepping(config, batch)
+        if shape is None:
+            config = self.stepping(config, batch)
+        else:
+            config = dataclasses.replace(config, shape=shape, walk_caps=())
         tables, lanes = self._priced[batch, count], self._on_device(placed)
         if count:
             rows = jax.device_put(self._rows(pieces, count, batch))
@@ -323,10 +364,16 @@ def _placed(
     slot: Any = np.full(batch, slots, np.int32)
     decodes: Any = np.zeros(batch, bool)
     table: Any = np.full((batch, columns), -1, np.int32)
-    for index, (one, lane) in enumerate(sequences):
-        slot[lane] = one.slot
-        decodes[lane] = index < decoding
-        table[lane, : len(one.pages)] = one.pages
+    lanes = np.fromiter((lane for _, lane in sequences), np.int32, len(sequences))
+    slot[lanes] = [one.slot for one, _ in sequences]
+    decodes[lanes[:decoding]] = True
+    # All pages at once: hundreds of small copies take longer than the dispatch.
+    counts = np.fromiter((len(one.pages) for one, _ in sequences), np.int32, len(sequences))
+    pages = np.fromiter(
+        itertools.chain.from_iterable(one.pages for one, _ in sequences), np.int32, counts.sum()
+    )
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    table[np.repeat(lanes, counts), np.arange(len(pages)) - first] = pages
     return Lanes(None if batch == slots else slot, decodes, table)
 
 

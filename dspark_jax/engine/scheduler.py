@@ -29,7 +29,7 @@ class Plan:
         decoding: sequences that decode, the starting ones included.
         pieces: of prompts, which ride along.
         steps: steps to take; 1 with pieces.
-        spare: requests whose end does not end it: nobody, or hardly anybody, waits for a place.
+        spare: requests whose end does not end it; beyond that, places are better filled again.
     """
 
     starting: list[Sequence]
@@ -46,7 +46,7 @@ class Plan:
 
 
 SPARE = 16
-"""While others wait, several steps go on until one in so many requests has ended."""
+"""Several steps go on until one in so many requests has ended."""
 
 
 class Scheduler:
@@ -123,8 +123,7 @@ class Scheduler:
         self._read_now = not pieces
         for sequence in decoding:
             sequence.in_flight += steps
-        spare = len(decoding) // SPARE if self.waiting else len(decoding)
-        return Plan(starting, decoding, pieces, steps, spare)
+        return Plan(starting, decoding, pieces, steps, len(decoding) // SPARE)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up slot, pages and place in the queue."""
@@ -137,11 +136,11 @@ class Scheduler:
         sequence.pages, sequence.slot = [], -1
         sequence.prefilled = sequence.remembered = 0
 
-    def remember(self, sequence: Sequence, rows: int) -> None:
-        """The first ``rows`` rows are, or are about to be, in its pages for good."""
+    def remember(self, sequence: Sequence, rows: int | None = None) -> None:
+        """The first ``rows`` rows, or all, are or are about to be in its pages for good."""
         if not self._reuse or not sequence.pages:
             return
-        full = rows // self._page_size
+        full = (sequence.rows if rows is None else rows) // self._page_size
         keys = sequence.page_keys(self._page_size)
         for column in range(sequence.remembered, full):
             self.store.remember(sequence.pages[column], keys[column])
@@ -172,12 +171,13 @@ class Scheduler:
         if sum(missing) > self.store.free:
             return False
         for sequence, count in zip(sequences, missing, strict=True):
-            sequence.pages += self.store.take(count)
+            if count:
+                sequence.pages += self.store.take(count)
         return True
 
     def _missing(self, sequence: Sequence, steps: int) -> int:
-        rows = sequence.most_rows(steps, self._width)
-        return max(0, -(-rows // self._page_size) - len(sequence.pages))
+        rows = sequence.most_rows(steps, self._width) - len(sequence.pages) * self._page_size
+        return -(-rows // self._page_size) if rows > 0 else 0
 
     def _preempt(self, sequence: Sequence) -> None:
         self.leave(sequence)
@@ -194,8 +194,6 @@ class Scheduler:
         """
         if not self.waiting:
             return
-        # One page each for those that will grow, or they would throw the newcomer out again.
-        growing = sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             if sequence.in_flight:
@@ -205,7 +203,8 @@ class Scheduler:
             if self._coming(keys, len(shared)):
                 return
             missing = self._missing(sequence, 1) - len(shared)
-            if missing + self.store.unused(shared) + growing > self.store.free:
+            left = self.store.free - missing - self.store.unused(shared)
+            if left < len(self.running) and left < self._growing():
                 return
             self.store.share(shared)
             sequence.pages = shared + self.store.take(missing)
@@ -218,7 +217,10 @@ class Scheduler:
             sequence.stage = Stage.PREFILLING
             self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=attrgetter("arrival"))
-            growing += self._missing(sequence, self._steps + 1) > 0
+
+    def _growing(self) -> int:
+        """Pages for those that will grow, or they would throw a newcomer out again: one each."""
+        return sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""
@@ -232,9 +234,9 @@ class Scheduler:
         """As many rows of prompts as a step takes, of the oldest first."""
         pieces: list[Piece] = []
         for sequence in self.running:
+            if sequence.stage is not Stage.PREFILLING:
+                continue
             while sequence.prefilled < sequence.rows and len(pieces) < self._pieces:
-                if sequence.stage is not Stage.PREFILLING:
-                    break
                 start = sequence.prefilled
                 end = min(start + self._prompt_width, sequence.rows)
                 pieces.append(Piece(sequence, start, sequence.text(start, end)))

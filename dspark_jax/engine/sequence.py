@@ -63,6 +63,11 @@ class Sequence:
     joined: float | None = None
     first_token: float | None = None
 
+    def __post_init__(self) -> None:
+        params = self.job.params
+        self.prompt_rows = len(self.job.prompt_ids)
+        self._most = min(self.prompt_rows + params.max_new_tokens, self.context) - 1
+
     @property
     def arrival(self) -> int:
         """Order of service."""
@@ -71,7 +76,12 @@ class Sequence:
     @property
     def rows(self) -> int:
         """Known rows: all of the text but its last token, the anchor of the next step."""
-        return len(self.job.prompt_ids) + len(self.tokens) - 1
+        return self.prompt_rows + len(self.tokens) - 1
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still emit, of what the host knows."""
+        return self._most - self.rows
 
     def text(self, begin: int, end: int) -> list[int]:
         """Token ids ``begin..end-1`` of prompt and answer."""
@@ -83,8 +93,7 @@ class Sequence:
 
     def most_rows(self, steps: int, width: int) -> int:
         """Rows it can own after ``steps`` more steps of windows of ``width`` rows."""
-        limit = len(self.job.prompt_ids) + self.job.params.max_new_tokens
-        return min(self.rows + (self.in_flight + steps) * width, limit - 1, self.context - 1)
+        return min(self.rows + (self.in_flight + steps) * width, self._most)
 
     def page_keys(self, page_size: int) -> list[Key]:
         """Keys of the full pages of its known rows."""

@@ -35,9 +35,6 @@ from jaxtyping import Array, Bool, Float
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.json_file import read_object
 
-LEAST_SAVING = 0.05
-"""Share of a verification that a smaller bucket has to save to be worth having."""
-
 
 @flax.struct.dataclass
 class CostTables:
@@ -216,20 +213,6 @@ def read_tiers(
     requests = [_field(one, "requests", path) for one in tiers]
     counts = _increasing(requests, "requests of tiers", path)
     return tuple(_tier(one, int(count), path) for one, count in zip(tiers, counts, strict=True))
-
-
-def paying_buckets(buckets: tuple[int, ...], tables: CostTables) -> tuple[int, ...]:
-    """The increasing ``buckets`` without those that save next to nothing; the largest stays.
-
-    A step chooses among its buckets on the device, which costs time as well, and every one of
-    them is compiled. A bucket stays if it saves `LEAST_SAVING` of the next kept, over all contexts.
-    """
-    verify = np.asarray(tables.verify)
-    kept = [buckets[-1]]
-    for bucket in reversed(buckets[:-1]):
-        if (1 - verify[:, bucket] / verify[:, kept[0]]).mean() >= LEAST_SAVING:
-            kept.insert(0, bucket)
-    return tuple(kept)
 
 
 def with_calibration(tables: CostTables, calibration: Calibration) -> CostTables:

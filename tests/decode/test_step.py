@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.decode import loop
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.state import init_state, make_requests
 from dspark_jax.decode.step import Weights, decode_step
 from dspark_jax.models import dense
@@ -265,10 +265,9 @@ def watched(confidence, mode="compact", buckets=(4, 8, 20), **changes):
         WatchedDrafter(8, 4),
         mode,
         buckets=buckets if mode == "compact" else (),
-        walk_caps=(1, 2, 4),
         sampled=False,
         filtered=False,
-        **{"smoothing": 1.0, **changes},
+        **{"smoothing": 1.0, "walk_caps": (1, 2, 4), **changes},
     )
     table = 20.0 * jnp.roll(jnp.eye(8), 1, axis=1)
     weights = Weights(
@@ -308,31 +307,45 @@ def test_fewer_rows_are_verified_and_fewer_drafts_walked_when_confidence_falls()
     assert (state.commits[:, 1:6] == 1).all()
 
 
-def test_padding_is_filled_with_drafts_that_were_walked_on_request():
-    sizes, state = executed(-0.5, buckets=(4, 10, 20), fill=True)
-    assert len(sizes["draft"]) == len(sizes["verify"]) == 6
-    walked = [4 + 4 * depth for depth in sizes["draft"]]
-    rows = 4 + np.asarray(state.windows[:, :6]).sum(axis=0)
-    assert rows.tolist() == list(map(min, sizes["verify"], walked))
-    assert 10 in rows, "the budget alone is 4 drafts, 8 rows"
+def shaped(depth, rows, **changes):
+    """Programs and windows of steps of one shape: all four requests draft right."""
+    return executed(-0.5, buckets=(), walk_caps=(), shape=Shape(depth, rows), **changes)
 
 
-def test_a_step_that_fills_its_padding_reports_the_depth_that_was_walked():
-    weights, state, tables, config = watched(-0.5, buckets=(4, 10, 20), fill=True)
-    EXECUTED.clear()
-    told = []
-    for _ in range(4):
-        state, outcome = step(weights, state, tables, config=config)
-        told.append(int(outcome.decision.depth))
-    jax.effects_barrier()
-    assert told == [size for name, size in EXECUTED if name == "draft"]
-    assert set(told) == {2, 4}
+@pytest.mark.parametrize(
+    ("depth", "rows"), [(4, 20), (4, 10), (2, 10), (2, 12), (1, 8), (0, 4)], ids=str
+)
+def test_a_shape_is_what_is_walked_and_verified_whatever_pays(depth, rows):
+    sizes, state = shaped(depth, rows)
+    assert sizes["verify"] == [rows] * 6
+    assert sizes["draft"] == [depth] * 6 * (depth > 0)
+    windows = np.asarray(state.windows[:, :6])
+    assert (windows.sum(axis=0) == min(rows - 4, 4 * depth)).all(), "no row is left empty"
+    assert (np.asarray(state.commits[:, :6]) == windows + 1).all()
 
 
-@pytest.mark.parametrize("change", [{"policy": "causal"}, {"threshold": 0.5}, {"mode": "static"}])
-def test_padding_is_not_filled_where_the_bucket_looks_at_the_drafts(change):
-    with pytest.raises(ValueError, match="fill is on with mode"):
-        executed(0.0, **{"fill": True, **change})
+def test_the_rows_of_a_shape_go_to_the_drafts_that_survive():
+    weights, state, tables, config = watched(
+        0.0, buckets=(), walk_caps=(), shape=Shape(depth=4, rows=10)
+    )
+    sure = weights.drafter.confidence.at[:, 1].set(9.0)
+    weights = weights.replace(drafter=weights.drafter.replace(confidence=sure))
+    _, outcome = step(weights, state, tables, config=config)
+    # anchors are 0..3; the drafts behind token 1 are the sure ones, and then all are alike
+    assert outcome.window.tolist() == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "change", [{"policy": "causal"}, {"threshold": 0.5}, {"mode": "static"}, {"mode": "off"}]
+)
+def test_a_shape_is_refused_where_windows_look_at_the_drafts(change):
+    with pytest.raises(ValueError, match="shape is Shape"):
+        shaped(2, 8, **change)
+
+
+def test_a_shape_deeper_than_the_block_is_refused():
+    with pytest.raises(ValueError, match=r"depth of the shape is 5; wanted 0\.\.4"):
+        shaped(5, 24)
 
 
 def test_a_threshold_of_1_verifies_no_draft():

@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 def costs():
     """Rows are dear, so windows are cut; drafts are cheap."""
     plain = no_costs(SMALL.max_requests, BLOCK)
-    verify = 10.0 + 3.0 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
+    verify = 10.0 + 5.0 * jnp.arange(plain.verify.shape[1], dtype=jnp.float32)
     draft = 0.5 + plain.draft
     return plain.replace(verify=verify[None], draft=draft, known=jnp.asarray(True))
 
@@ -45,7 +45,7 @@ def requests(count, longest=30):
 @pytest.fixture(scope="module")
 def engine(make_engine):
     """In cap-accept everything is verified, so windows and what they cut are both known."""
-    engine = make_engine(mode="cap-accept", cost_table=costs(), bound_blocks=True)
+    engine = make_engine(mode="cap-accept", cost_table=costs(), bound_blocks=True, token_tiers=(5,))
     engine.warmup()
     return engine
 
@@ -159,7 +159,7 @@ def test_times_are_read_off_the_clock_and_predictions_off_the_table(engine):
     assert found["step_seconds"]["count"] == steps
     # every step ran for 4 windows of 3 rows
     drafted = steps - found["draft_skips_total"]
-    assert found["step_time_predicted_seconds_total"] == pytest.approx(46 * steps + 0.5 * drafted)
+    assert found["step_time_predicted_seconds_total"] == pytest.approx(70 * steps + 0.5 * drafted)
     measured = found["step_time_measured_seconds_total"]
     assert measured == pytest.approx(found["step_seconds"]["sum"])
     assert found["time_to_first_token_seconds"]["sum"] == service.first_token_seconds
@@ -207,7 +207,9 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
         (SimpleNamespace(rows=rows, stage=Stage.DECODING, expected=None), lane)
         for lane, rows in enumerate((20, 30))
     ]
-    flight = SimpleNamespace(sent=1.0, ended=7.0, waited=True, batch=4, pieces=0, lanes=lanes)
+    flight = SimpleNamespace(
+        sent=1.0, ended=7.0, waited=True, batch=4, pieces=0, lanes=lanes, shape=None
+    )
     metrics.read(flight, SimpleNamespace(done=np.int32(2), outcome=outcome))
     found = as_json(metrics.figures())
     # 5 rows in a bucket of 6 at 50 cache rows, with drafts; then 3 rows in 4 at 22, without

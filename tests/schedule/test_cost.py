@@ -13,7 +13,6 @@ from dspark_jax.schedule.cost import (
     MeasuredCosts,
     load_costs,
     no_costs,
-    paying_buckets,
     with_calibration,
 )
 
@@ -237,14 +236,6 @@ def test_calibrated_tables_carry_one_row_a_sampling_temperature():
     assert not bool(found.known)
     with pytest.raises(ValueError, match=r"3 temperatures.*block size is 7"):
         with_calibration(no_costs(2, 7), calibration)
-
-
-def test_buckets_that_save_next_to_nothing_are_left_out():
-    seconds = np.ones((2, 9), np.float32)
-    seconds[:, :3] = 0.99
-    assert paying_buckets((2, 4, 8), no_costs(1, 7).replace(verify=seconds)) == (8,)
-    seconds[1, :5] = 0.88
-    assert paying_buckets((2, 4, 8), no_costs(1, 7).replace(verify=seconds)) == (4, 8)
 
 
 def test_a_shallower_walk_costs_its_share_and_depths_between_are_interpolated(tmp_path):

@@ -1,0 +1,162 @@
+"""What a dispatch drafts and verifies: shapes that are compiled, and the choice among them."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.decode.config import Shape
+from dspark_jax.decode.request import Request, SamplingParams
+from dspark_jax.engine.engine import Engine
+from dspark_jax.engine.figures import as_json
+from dspark_jax.engine.shapes import ShapeChoice, every_shape, extremes, paying_shapes
+from dspark_jax.schedule.budget import Load, best_budget
+from dspark_jax.schedule.cost import no_costs
+from tests.engine.small import BLOCK, DRAFTER, SMALL, TARGET
+
+DEPTHS = (1, 2, 3, 5, 7)
+BATCH, DEPTH = 8, 7
+
+
+def costs(batch=BATCH, depth=DEPTH, *, base=1.0, a_row=0.02, drafting=0.4, contexts=(0.0,)):
+    """Seconds on a straight line; a walk takes from half of ``drafting`` to all of it."""
+    plain = jax.device_get(no_costs(batch, depth))
+    verify = base + a_row * np.arange(batch * (depth + 1) + 1, dtype=np.float32)
+    return plain.replace(
+        verify=np.stack([verify * (1 + context) for context in contexts]),
+        draft=np.full((len(contexts), batch + 1), drafting, np.float32),
+        walk=np.linspace(0.5, 1.0, depth).astype(np.float32),
+        contexts=np.asarray(contexts, np.float32),
+        known=np.asarray(True),
+    )
+
+
+def test_every_row_count_has_a_depth_that_leaves_a_choice():
+    assert every_shape((8, 16, 24, 32, 48, 64), 8, DEPTHS) == (
+        Shape(0, 8),
+        Shape(3, 16),
+        Shape(5, 24),
+        Shape(7, 32),
+        Shape(7, 48),
+        Shape(7, 64),
+    )
+    assert every_shape((3, 8), 1, DEPTHS) == (Shape(0, 1), Shape(2, 3), Shape(7, 8))
+    assert every_shape((20,), 10, (1,)) == (Shape(0, 10), Shape(1, 20))
+
+
+def test_shapes_that_save_next_to_nothing_are_left_out():
+    shapes = every_shape((16, 32, 64), BATCH, DEPTHS)
+    assert paying_shapes(shapes, BATCH, costs(a_row=0.0, drafting=0.0)) == extremes(shapes)
+    assert paying_shapes(shapes, BATCH, costs(a_row=0.02)) == shapes
+    # 64 rows cost 1.064 + 0.4; 32 rows walked as deep save 2 %, 16 rows walked to 3 save 13 %
+    assert paying_shapes(shapes, BATCH, costs(a_row=0.001)) == (*shapes[:2], shapes[3])
+
+
+@pytest.mark.parametrize(
+    ("trust", "a_row", "best"),
+    [
+        (0.99, 0.0, Shape(7, 64)),  # rows are free
+        (0.8, 0.02, Shape(7, 48)),
+        (0.8, 0.05, Shape(7, 32)),
+        (0.6, 0.02, Shape(5, 24)),
+        (0.05, 0.02, Shape(0, 8)),  # drafting does not pay
+    ],
+)
+def test_the_shape_of_highest_expected_throughput_is_taken(trust, a_row, best):
+    choice, slots = ShapeChoice(BATCH, DEPTH, 0.0), range(BATCH)
+    for slot in slots:
+        choice.begin(slot, room=100, rows=10)
+    choice.learn(slots, np.full((BATCH, DEPTH), trust, np.float32), [100] * BATCH, [10] * BATCH)
+    shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
+    assert choice.choose(shapes, BATCH, costs(a_row=a_row), slots) == best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_shape_promises_more_than_the_chosen_one(seed):
+    """Against the budget of the step, asked for the drafts that fit into each shape."""
+    rng = np.random.default_rng(seed)
+    batch, known = 6, rng.uniform(0.2, 1.0, (6, DEPTH)).astype(np.float32)
+    room = rng.integers(1, 12, batch)
+    slots = np.flatnonzero(rng.random(batch) < 0.7)
+    slots = slots if len(slots) else np.arange(1)
+    prices = costs(batch, a_row=float(rng.uniform(0, 0.1)), contexts=(0.0, 50.0))
+    shapes = every_shape((6, 12, 24, 36, 48), batch, DEPTHS)
+    choice = ShapeChoice(batch, DEPTH, 0.0)
+    choice.learn(range(batch), known, room.tolist(), [3] * batch)
+    chosen = choice.choose(shapes, batch, prices, slots)
+
+    survival = np.cumprod(known[slots], axis=1)
+    valid = np.arange(1, DEPTH + 1) < room[slots][:, None]
+    promised = {}
+    for shape in shapes:
+        usable = np.where(valid & (np.arange(DEPTH) < shape.depth), survival, 0.0)
+        best = np.sort(usable, axis=None)[::-1][: shape.rows - len(slots)]
+        seconds = np.interp(3 * len(slots), (0, 50), prices.verify[:, shape.rows])
+        if shape.depth:
+            seconds += 0.4 * prices.walk[shape.depth - 1]
+        promised[shape] = (len(slots) + best.sum()) / seconds
+    assert promised[chosen] == pytest.approx(max(promised.values()), rel=1e-6)
+
+
+def test_full_rows_promise_what_the_budget_of_a_step_promises():
+    known = np.linspace(0.5, 0.95, BATCH * DEPTH, dtype=np.float32).reshape(BATCH, DEPTH)
+    prices = costs(a_row=0.0, drafting=0.1)  # so that everything is verified
+    load = Load(*(jnp.asarray(value) for value in (BATCH, BATCH, BATCH, 0)))
+    survival = jnp.cumprod(jnp.asarray(known), axis=1)
+    found = best_budget(survival, jnp.ones_like(survival, bool), load, prices, DEPTHS)
+    choice = ShapeChoice(BATCH, DEPTH, 0.0)
+    choice.learn(range(BATCH), known, [100] * BATCH, [0] * BATCH)
+    shapes = every_shape((8, 32, 64), BATCH, DEPTHS)
+    chosen = choice.choose(shapes, BATCH, prices, range(BATCH))
+    assert (chosen.depth, chosen.rows) == (int(found.depth), BATCH + int(found.budget))
+
+
+def test_a_program_keeps_its_shape_until_another_is_worth_it():
+    shapes = every_shape((8, 64), BATCH, (DEPTH,))
+    slots = range(BATCH)
+    choice = ShapeChoice(BATCH, DEPTH, 0.02)
+
+    def chosen(price):
+        return choice.choose(shapes, BATCH, costs(a_row=0.0, drafting=price), slots)
+
+    choice.learn(slots, np.full((BATCH, DEPTH), 0.5, np.float32), [100] * BATCH, [1] * BATCH)
+    even = sum(0.5**j for j in range(1, DEPTH + 1))  # drafting pays up to this price
+    assert chosen(0.9 * even) == shapes[-1]
+    assert chosen(1.01 * even) == shapes[-1]
+    assert chosen(1.1 * even) == shapes[0]
+    assert chosen(0.99 * even) == shapes[0]
+    assert chosen(0.9 * even) == shapes[-1]
+
+
+def test_new_requests_are_trusted_and_those_that_end_soon_are_not_drafted_for():
+    shapes = every_shape((8, 16, 64), BATCH, DEPTHS)
+    choice = ShapeChoice(BATCH, DEPTH, 0.0)
+    choice.learn(range(8), np.full((8, DEPTH), 0.01, np.float32), [100] * 8, [1] * 8)
+    assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[0]
+    for slot in range(8):
+        choice.begin(slot, room=100, rows=1)
+    assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[-1]
+    for slot in range(8):
+        choice.begin(slot, room=1, rows=1)
+    assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[0]
+    assert choice.choose(shapes, BATCH, costs(), []) == shapes[0], "prompts alone draft nothing"
+
+
+def test_an_engine_serves_in_the_shapes_that_its_costs_ask_for():
+    """Dear rows leave plain decoding, free ones full windows; tokens are the same."""
+    answers = []
+    for a_row, drafting, skips in ((0.0, 0.0, False), (1.0, 100.0, True)):
+        prices = jax.device_put(costs(4, BLOCK, a_row=a_row, drafting=drafting))
+        engine = Engine(TARGET, DRAFTER, dataclasses.replace(SMALL, cost_table=prices))
+        requests = [Request([n, 3], SamplingParams(max_new_tokens=12)) for n in range(6)]
+        answers.append([one.token_ids for one in engine.generate(requests)])
+        found = as_json(engine.figures())
+        steps = found["steps_total"]
+        assert (found["draft_skips_total"] > steps / 2) == skips
+        full = found["verify_bucket_steps_total"].get("12", 0)
+        assert (full > steps / 3) == (not skips)
+    assert answers[0] == answers[1]
+    assert len(set(itertools.chain(*answers[0]))) > 5
