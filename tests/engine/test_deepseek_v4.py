@@ -117,6 +117,6 @@ def test_pages_that_do_not_hold_a_whole_text_are_not_kept_for_others(pair):
 
 def test_pages_that_entries_do_not_fit_are_refused(pair):
     with pytest.raises(
-        ValueError, match=r"page_size is 6 tokens, entries stand for \(4,\) .*a multiple of 4"
+        ValueError, match=r"page_size is 6, entries stand for \[4\] tokens; .* of 4 a multiple"
     ):
         Engine(pair[0], None, dataclasses.replace(SMALL, page_size=6))

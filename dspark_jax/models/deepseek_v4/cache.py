@@ -71,14 +71,14 @@ def init_pages(config: DeepseekV4Config, slots: int, pool: PagePool, dtype: Any)
     Raises:
         ValueError: a page size that entries do not fit.
     """
-    for ratio in set(config.compress_ratios) - {0}:
-        # an indexer reads the entries of a page as many rows on end
+    ratios = sorted(set(config.compress_ratios) - {0})
+    for ratio in ratios:
+        # an indexer reads pages that are full of entries
         divides = ratio % pool.size == 0 and ratio != OVERLAPPING_RATIO
         if pool.size % ratio and not divides:
             raise ValueError(
-                f"page_size is {pool.size} tokens, entries stand for {config.compress_ratios} of "
-                f"them; wanted a multiple of {OVERLAPPING_RATIO} that divides the others or that "
-                "they divide"
+                f"page_size is {pool.size}, entries stand for {ratios} tokens; wanted a divisor or "
+                f"a multiple of each, and of {OVERLAPPING_RATIO} a multiple"
             )
     return _empty(config, slots, pool.empty_table(slots), pool, dtype)
 

@@ -42,13 +42,6 @@ def test_a_wide_prefill_says_what_decoding_token_by_token_says(toy, texts, wante
     assert largest_error(logits, wanted[:, 24:]) < TOLERANCE
 
 
-def test_a_prefill_in_narrow_pieces_says_the_same(toy, texts, wanted):
-    cache = toy.cache(2)
-    for begin in range(0, 48, 16):
-        logits, cache = toy.prefill(texts[:, begin : begin + 16], cache, begin)
-        assert largest_error(logits, wanted[:, begin : begin + 16]) < TOLERANCE
-
-
 def test_ragged_windows_say_the_same_whatever_shares_their_batch(toy, texts, wanted):
     """Every width from 0 to 8, requests out of step: no row depends on its neighbours."""
     cache, start = toy.cache(2), np.zeros(2, np.int32)
