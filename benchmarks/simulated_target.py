@@ -246,7 +246,7 @@ class Sweep:
         weights, placed = self._fixed(any_step, users)
         shapes = tuple(shape for shape in prepared.steps if shape is not None)
         costs = jax.device_get(prepared.tables)
-        choice = ShapeChoice(users, any_step.depth, any_step.hysteresis)
+        choice = ShapeChoice(users, any_step)
         everyone, unlimited = range(users), np.iinfo(np.int32).max
         for slot in everyone:
             choice.begin(slot, unlimited, self.rows)
@@ -259,11 +259,11 @@ class Sweep:
             shape = choice.choose(shapes, users, costs, everyone) if shapes else None
             call = weights, state, prepared.tables, placed
             state, report = _dispatch(*call, config=prepared.steps[shape], rows=self.rows)
-            if report.confidence is not None:
-                report.confidence.copy_to_host_async()
+            for leaf in jax.tree.leaves(report):
+                leaf.copy_to_host_async()
             if shapes and reports:
-                known = np.asarray(reports[-1].confidence)
-                choice.learn(everyone, known, [unlimited] * users, [self.rows] * users)
+                read = jax.device_get(reports[-1])
+                choice.learn(everyone, everyone, read, [unlimited] * users, [self.rows] * users)
             reports.append(report)
         jax.block_until_ready((state, reports))
         return time.perf_counter() - begin, jax.device_get(reports[UNTIMED:])

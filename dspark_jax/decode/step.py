@@ -149,7 +149,7 @@ def _draft_and_allocate(
         return drafts, window, decision, state
 
     if config.shape is not None:
-        return _draft_in_shape(weights, state, tables, keys, valid, config.shape, config)
+        return *_draft_in_shape(weights, state, tables, keys, valid, config.shape, config), state
 
     load = Load(
         sampling=state.active.sum(),
@@ -183,8 +183,12 @@ def _draft_and_allocate(
     elif config.policy == "fresh":
         budget = best_budget(current, usable, load, tables).budget
     window = allocate(current, usable, budget)
-    state = _remember(state, confidence, drafted, config)
-    state = state.replace(drafting=jnp.where(valid.any(), drafting, state.drafting))
+    newest = state.confidences[(state.tick - 1) % config.lag]
+    kept = remember(confidence, newest, drafted & state.active[:, None], config.smoothing)
+    state = state.replace(
+        confidences=state.confidences.at[state.tick % config.lag].set(kept),
+        drafting=jnp.where(valid.any(), drafting, state.drafting),
+    )
     return drafts, window, Decision(budget, depth, confidence), state
 
 
@@ -196,7 +200,7 @@ def _draft_in_shape(
     valid: Bool[Array, "S G"],
     shape: Shape,
     config: StepConfig,
-) -> tuple[Drafts, Int[Array, "S"], Decision, State]:
+) -> tuple[Drafts, Int[Array, "S"], Decision]:
     """Draft to the depth of the shape, and fill its rows with the drafts of highest survival."""
     drafts = draft(weights, state, keys, shape.depth, config=config)
     confidence = _calibrated(drafts, state, tables)
@@ -207,17 +211,7 @@ def _draft_in_shape(
     else:
         budget = shape.rows - state.active.sum()
         window = allocate(running_product(confidence), usable, budget)
-    state = _remember(state, confidence, drafted, config)
-    return drafts, window, Decision(window.sum(), jnp.int32(shape.depth), confidence), state
-
-
-def _remember(
-    state: State, confidence: Float[Array, "S G"], drafted: Bool[Array, "1 G"], config: StepConfig
-) -> State:
-    """The state with what is known of confidences after this step."""
-    newest = state.confidences[(state.tick - 1) % config.lag]
-    kept = remember(confidence, newest, drafted & state.active[:, None], config.smoothing)
-    return state.replace(confidences=state.confidences.at[state.tick % config.lag].set(kept))
+    return drafts, window, Decision(window.sum(), jnp.int32(shape.depth), confidence)
 
 
 def _calibrated(drafts: Drafts, state: State, tables: CostTables) -> Float[Array, "S G"]:

@@ -25,7 +25,7 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.compiling import compile_together
 from dspark_jax.decode import noise
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.draft import draft, no_drafts
 from dspark_jax.decode.request import MAX_STOP_IDS
 from dspark_jax.decode.setup import cache_dtype, context_limit, depth_caps
@@ -137,7 +137,7 @@ def profile(
         arm = dataclasses.replace(step, sampled=temperature > 0, filtered=False)
         if kind == "draft":
             return _draft, {"config": arm, "depth": size}
-        arm = dataclasses.replace(arm, buckets=(size,))
+        arm = dataclasses.replace(arm, shape=Shape(step.depth, size))
         window = jnp.asarray([len(part) - 1 for part in np.array_split(range(size), batch)])
         return _verify, {
             "window": window.astype(jnp.int32),

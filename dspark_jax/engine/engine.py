@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.checkpoints.drafter import LoadedDrafter
@@ -88,14 +87,17 @@ class Engine:
         shaped = step.adaptive and step.policy == "lagged" and priced
 
         @functools.cache
-        def shapes(batch: int) -> tuple[Shape, ...]:
+        def shapes(batch: int, prompt_rows: int) -> tuple[Shape, ...]:
             if not shaped:
                 return ()
-            rows = config.row_counts(step.width, batch)
-            every = every_shape(rows, batch, depth_caps(None, step.depth, priced))
+            if prompt_rows:
+                every = shapes(batch, 0)
+            else:
+                rows = config.row_counts(step.width, batch)
+                every = every_shape(rows, batch, depth_caps(None, step.depth, priced))
             if isinstance(config.cost_table, CostTables):
                 return every
-            return paying_shapes(every, batch, tables(batch, 0, with_rows(every)))
+            return paying_shapes(every, batch, tables(batch, prompt_rows, with_rows(every)))
 
         def with_rows(shapes: tuple[Shape, ...]) -> StepConfig:
             return dataclasses.replace(step, buckets=tuple(shape.rows for shape in shapes))
@@ -103,7 +105,7 @@ class Engine:
         def stepping(step: StepConfig, batch: int) -> StepConfig:
             if not shaped:
                 return config.stepping(step, batch)
-            return dataclasses.replace(step, buckets=with_rows(shapes(batch)).buckets)
+            return dataclasses.replace(step, buckets=with_rows(shapes(batch, 0)).buckets)
 
         def tables(batch: int, prompt_rows: int, tier: StepConfig | None = None) -> CostTables:
             given = config.cost_table
@@ -121,7 +123,7 @@ class Engine:
         tables(config.max_requests, 0)
         self._choice = None
         if shaped:
-            self._choice = ShapeChoice(config.max_requests, step.depth, step.hysteresis)
+            self._choice = ShapeChoice(config.max_requests, step)
         self._programs = Programs(
             weights=Weights(target.weights, None if drafter is None else drafter.weights),
             config=step,
@@ -378,7 +380,8 @@ class Engine:
             going = [(one, lane) for one, lane in flight.lanes if one.stage is Stage.DECODING]
             self._choice.learn(
                 [one.slot for one, _ in going],
-                np.asarray(report.confidence)[[lane for _, lane in going]],
+                [lane for _, lane in going],
+                report,
                 [one.room for one, _ in going],
                 [one.rows for one, _ in going],
             )

@@ -13,7 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
@@ -54,14 +54,11 @@ class Report:
     """Outcomes of the ``done`` steps of a dispatch, stacked along a leading axis.
 
     ``finish`` says after each step why a lane's request has ended; RUNNING if it has not.
-    ``confidence`` is what the next dispatch but one may be shaped by: what was known of each lane's
-    calibrated confidences ``lag`` steps before the step that follows; None where none has a shape.
     """
 
     outcome: Outcome
     finish: Int[Array, "n L"]
     done: Int[Array, ""]
-    confidence: Float[Array, "L G"] | None
 
 
 @flax.struct.dataclass
@@ -120,7 +117,10 @@ def run(
     config: StepConfig,
     most: int,
 ) -> tuple[State, Report]:
-    """Up to ``steps`` (at most ``most``) steps; none after more than ``spare`` requests ended."""
+    """Up to ``steps`` (at most ``most``) steps; none after more than ``spare`` requests ended.
+
+    A ``spare`` below 0 steps although nobody decodes: a warm-up.
+    """
     inner = _enter(state, lanes)
     at_first = inner.active.sum()
 
@@ -135,7 +135,8 @@ def run(
     def going(carry: tuple[State, Any, Array]) -> Array:
         inner, _, done = carry
         active = inner.active.sum()
-        return (done < steps) & (active > 0) & (at_first - active <= spare)
+        wanted = (active > 0) & (at_first - active <= spare)
+        return (done < steps) & (wanted | (spare < 0))
 
     def body(carry: tuple[State, Any, Array]) -> tuple[State, Any, Array]:
         inner, record, done = carry
@@ -145,7 +146,7 @@ def run(
 
     zero = jnp.zeros((), jnp.int32)
     inner, record, done = jax.lax.while_loop(going, body, (inner, record, zero))
-    return _leave(state, inner, lanes), Report(record[0], record[1], done, _known(inner, config))
+    return _leave(state, inner, lanes), Report(record[0], record[1], done)
 
 
 def mixed(
@@ -163,12 +164,7 @@ def mixed(
     inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
     record = jax.tree.map(lambda one: one[None], (outcome, inner.finish))
     done = jnp.ones((), jnp.int32)
-    return _leave(state, inner, lanes), Report(record[0], record[1], done, _known(inner, config))
-
-
-def _known(state: State, config: StepConfig) -> Float[Array, "L G"] | None:
-    """The confidences that a budget of the next step would look at."""
-    return None if config.shape is None else state.confidences[state.tick % config.lag]
+    return _leave(state, inner, lanes), Report(record[0], record[1], done)
 
 
 def with_tables(

@@ -223,7 +223,7 @@ class Metrics:
             self._step_seconds.add(seconds)
             if not tables.known or seconds <= 0:
                 continue
-            size = rows if compact else bucket
+            size = rows if compact and flight.shape is None else bucket
             predicted = np.interp(contexts[step], tables.contexts, tables.verify[:, size])
             verify[buckets.index(bucket)] += predicted
             if depth[step]:

@@ -33,6 +33,9 @@ Call = tuple[Any, ...]
 START_GROUP = 64
 """Requests admitted to decoding by one call at most."""
 
+WARM_RUNS = 2
+"""A GPU loads a program's kernels and records its graphs when it runs, not when it compiles."""
+
 _START = jax.jit(
     on_device.start, static_argnames=("config", "slots", "pool", "context", "dtype", "stop_width")
 )
@@ -100,7 +103,8 @@ class Programs:
         config: the step, without what depends on requests or tier.
         stepping: a step as it is taken by so many lanes.
         tables: costs of a step of so many lanes that carries so many rows of prompts.
-        shapes: what a dispatch of so many lanes may draft and verify; none where steps decide.
+        shapes: what a dispatch of so many lanes, beside so many rows of prompts, may draft and
+            verify; none where steps decide.
         choice: chooses among them; None where there is nothing to choose.
         batches: increasing lane counts; the last one is all slots.
         columns: increasing page counts of a request.
@@ -115,7 +119,7 @@ class Programs:
     config: StepConfig
     stepping: Callable[[StepConfig, int], StepConfig]
     tables: Callable[[int, int], CostTables]
-    shapes: Callable[[int], tuple[Shape, ...]]
+    shapes: Callable[[int, int], tuple[Shape, ...]]
     choice: ShapeChoice | None
     pool: PagePool
     batches: tuple[int, ...]
@@ -189,7 +193,7 @@ class Programs:
 
         def call(batch: int, columns: int, pieces: int, shape: Shape | None) -> Call:
             placed = _placed([], batch, columns, self.slots)
-            return self._call(config, placed, [], pieces, 1, 0, shape)
+            return self._call(config, placed, [], pieces, 2, -1, shape)
 
         def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
             program, *operands, static = call(*tier)
@@ -198,7 +202,7 @@ class Programs:
         def compile_and_run() -> None:
             self._admit(self._starting([]))
             compile_together(map(lowered, tiers), progress)
-            for tier in tiers:
+            for tier in tiers * WARM_RUNS:
                 self._launch(call(*tier))
             jax.block_until_ready(self._state)
 
@@ -241,7 +245,7 @@ class Programs:
 
     def _shapes(self, batch: int, pieces: int) -> tuple[Shape, ...]:
         """What a dispatch is compiled for: beside few rows of prompts, seldom run, little."""
-        shapes = self.shapes(batch)
+        shapes = self.shapes(batch, pieces * self.prompt_width)
         return shapes if pieces in (0, self.piece_tiers[-1]) else extremes(shapes)
 
     def _shape(self, plan: Plan, batch: int, pieces: int) -> Shape | None:

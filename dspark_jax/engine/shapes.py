@@ -8,11 +8,14 @@ steps that have been read: the policy "lagged".
 from __future__ import annotations
 
 import bisect
+import dataclasses
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from dspark_jax.decode.config import Shape
+from dspark_jax.decode.config import Shape, StepConfig
+from dspark_jax.engine.lanes import Report
 from dspark_jax.schedule.cost import CostTables
 
 LEAST_SAVING = 0.05
@@ -56,20 +59,36 @@ def _seconds(shape: Shape, batch: int, costs: CostTables) -> np.ndarray:
     return verify + np.asarray(costs.draft)[:, batch] * np.asarray(costs.walk)[shape.depth - 1]
 
 
+AGING_RATE = 1 / 256
+"""Share of the distance to 1 that a confidence covers in a step that did not measure it.
+
+Slower than in `schedule.survival`: what is tried again is tried for a whole dispatch.
+"""
+
+
+@dataclasses.dataclass
+class _Step:
+    """What one step measured, by slot."""
+
+    taken: np.ndarray
+    confidence: np.ndarray
+    depth: int
+
+
 class ShapeChoice:
     """Chooses the shape that promises most tokens a second.
 
     Args:
         slots: requests decoded together.
-        depth: drafts of a block, G.
-        hysteresis: relative gain below which a program keeps the shape that it had.
+        step: block size, lag, smoothing and hysteresis are taken from it.
     """
 
-    def __init__(self, slots: int, depth: int, hysteresis: float) -> None:
-        self._survival = np.ones((slots, depth), np.float32)
+    def __init__(self, slots: int, step: StepConfig) -> None:
+        self._known = np.ones((slots, step.depth), np.float32)
         self._room = np.zeros(slots, np.int64)
         self._rows = np.zeros(slots, np.int64)
-        self._hysteresis = hysteresis
+        self._step = step
+        self._held: deque[_Step] = deque()
         self._last: dict[tuple[Shape, ...], Shape] = {}
 
     def begin(self, slot: int, room: int, rows: int) -> None:
@@ -79,15 +98,44 @@ class ShapeChoice:
             room: tokens it may still emit.
             rows: its live cache rows.
         """
-        self._survival[slot], self._room[slot], self._rows[slot] = 1.0, room, rows
+        self._known[slot], self._room[slot], self._rows[slot] = 1.0, room, rows
+        for step in self._held:
+            step.taken[slot] = False
 
     def learn(
-        self, slots: Sequence[int], confidence: np.ndarray, room: list[int], rows: list[int]
+        self,
+        slots: Sequence[int],
+        lanes: Sequence[int],
+        report: Report,
+        room: list[int],
+        rows: list[int],
     ) -> None:
-        """What has been read of the requests in these slots; ``confidence`` is ``[n, G]``."""
-        index = np.asarray(slots, np.int64)
-        self._survival[index] = np.cumprod(confidence, axis=1)
+        """What a dispatch that has been read says of the requests in ``slots``.
+
+        Args:
+            lanes: where they decoded in it.
+            report: on the host.
+            room, rows: as in `begin`, after the dispatch.
+        """
+        index, lane = np.asarray(slots, np.int64), np.asarray(lanes, np.int64)
         self._room[index], self._rows[index] = room, rows
+        decision = report.outcome.decision
+        assert decision is not None, "only modes that draft have shapes"
+        for step in range(int(report.done)):
+            taken, confidence = np.zeros(len(self._room), bool), np.ones_like(self._known)
+            taken[index] = np.asarray(report.outcome.count)[step, lane] > 0
+            confidence[index] = np.nan_to_num(np.asarray(decision.confidence)[step, lane])
+            self._held.append(_Step(taken, confidence, int(np.asarray(decision.depth)[step])))
+        # The next dispatch to be planned begins two steps later at least: one is in flight.
+        while len(self._held) > max(self._step.lag - 2, 0):
+            self._remember(self._held.popleft())
+
+    def _remember(self, step: _Step) -> None:
+        """As `schedule.survival.remember`."""
+        measured = np.arange(self._known.shape[1]) < step.depth
+        gap = np.where(measured, step.confidence, 1.0) - self._known
+        rate = np.where(measured, self._step.smoothing, AGING_RATE)
+        self._known += np.where(step.taken[:, None], rate * gap, 0.0)
 
     def choose(
         self, shapes: tuple[Shape, ...], batch: int, costs: CostTables, slots: Sequence[int]
@@ -101,8 +149,9 @@ class ShapeChoice:
             return shapes[0]
         index = np.asarray(slots, np.int64)
         room, total = self._room[index], self._rows[index].sum()
-        position = np.arange(1, self._survival.shape[1] + 1)
-        survival = np.where(position < room[:, None], self._survival[index], 0.0)
+        position = np.arange(1, self._known.shape[1] + 1)
+        survival = np.cumprod(self._known[index], axis=1)
+        survival = np.where(position < room[:, None], survival, 0.0)
         gained = {0: np.zeros(1)}
         for depth in {shape.depth for shape in shapes if shape.depth}:
             best = np.sort(survival[:, :depth], axis=None)[::-1]
@@ -115,7 +164,7 @@ class ShapeChoice:
             promised[shape] = (len(index) + sums[drafts]) / seconds
         best = max(shapes, key=lambda shape: promised[shape])
         last = self._last.get(shapes, best)
-        if promised[last] * (1 + self._hysteresis) < promised[best]:
+        if promised[last] * (1 + self._step.hysteresis) < promised[best]:
             last = best
         self._last[shapes] = last
         return last

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,28 @@ def costs(batch=BATCH, depth=DEPTH, *, base=1.0, a_row=0.02, drafting=0.4, conte
         contexts=np.asarray(contexts, np.float32),
         known=np.asarray(True),
     )
+
+
+def choice_of(known, room=100, rows=10, **changes):
+    """A choice that has just measured these confidences, fully trusting its last step."""
+    slots, depth = known.shape
+    step = SimpleNamespace(
+        **{"depth": depth, "lag": 1, "smoothing": 1.0, "hysteresis": 0.0} | changes
+    )
+    choice = ShapeChoice(slots, step)
+    choice.learn(
+        range(slots), range(slots), report(known), *np.broadcast_to([[room], [rows]], (2, slots))
+    )
+    return choice
+
+
+def report(*confidences, depth=None):
+    """Of a dispatch that measured these, a step each."""
+    values = np.stack(confidences).astype(np.float32)
+    depth = values.shape[2] if depth is None else depth
+    decision = SimpleNamespace(confidence=values, depth=np.full(len(values), depth))
+    outcome = SimpleNamespace(count=np.ones(values.shape[:2], int), decision=decision)
+    return SimpleNamespace(done=np.int32(len(values)), outcome=outcome)
 
 
 def test_every_row_count_has_a_depth_that_leaves_a_choice():
@@ -66,12 +89,9 @@ def test_shapes_that_save_next_to_nothing_are_left_out():
     ],
 )
 def test_the_shape_of_highest_expected_throughput_is_taken(trust, a_row, best):
-    choice, slots = ShapeChoice(BATCH, DEPTH, 0.0), range(BATCH)
-    for slot in slots:
-        choice.begin(slot, room=100, rows=10)
-    choice.learn(slots, np.full((BATCH, DEPTH), trust, np.float32), [100] * BATCH, [10] * BATCH)
+    choice = choice_of(np.full((BATCH, DEPTH), trust))
     shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
-    assert choice.choose(shapes, BATCH, costs(a_row=a_row), slots) == best
+    assert choice.choose(shapes, BATCH, costs(a_row=a_row), range(BATCH)) == best
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -84,8 +104,9 @@ def test_no_shape_promises_more_than_the_chosen_one(seed):
     slots = slots if len(slots) else np.arange(1)
     prices = costs(batch, a_row=float(rng.uniform(0, 0.1)), contexts=(0.0, 50.0))
     shapes = every_shape((6, 12, 24, 36, 48), batch, DEPTHS)
-    choice = ShapeChoice(batch, DEPTH, 0.0)
-    choice.learn(range(batch), known, room.tolist(), [3] * batch)
+    choice = choice_of(known)
+    for slot in range(batch):
+        choice._room[slot], choice._rows[slot] = room[slot], 3
     chosen = choice.choose(shapes, batch, prices, slots)
 
     survival = np.cumprod(known[slots], axis=1)
@@ -107,8 +128,7 @@ def test_full_rows_promise_what_the_budget_of_a_step_promises():
     load = Load(*(jnp.asarray(value) for value in (BATCH, BATCH, BATCH, 0)))
     survival = jnp.cumprod(jnp.asarray(known), axis=1)
     found = best_budget(survival, jnp.ones_like(survival, bool), load, prices, DEPTHS)
-    choice = ShapeChoice(BATCH, DEPTH, 0.0)
-    choice.learn(range(BATCH), known, [100] * BATCH, [0] * BATCH)
+    choice = choice_of(known, rows=0)
     shapes = every_shape((8, 32, 64), BATCH, DEPTHS)
     chosen = choice.choose(shapes, BATCH, prices, range(BATCH))
     assert (chosen.depth, chosen.rows) == (int(found.depth), BATCH + int(found.budget))
@@ -117,12 +137,11 @@ def test_full_rows_promise_what_the_budget_of_a_step_promises():
 def test_a_program_keeps_its_shape_until_another_is_worth_it():
     shapes = every_shape((8, 64), BATCH, (DEPTH,))
     slots = range(BATCH)
-    choice = ShapeChoice(BATCH, DEPTH, 0.02)
+    choice = choice_of(np.full((BATCH, DEPTH), 0.5), hysteresis=0.02)
 
     def chosen(price):
         return choice.choose(shapes, BATCH, costs(a_row=0.0, drafting=price), slots)
 
-    choice.learn(slots, np.full((BATCH, DEPTH), 0.5, np.float32), [100] * BATCH, [1] * BATCH)
     even = sum(0.5**j for j in range(1, DEPTH + 1))  # drafting pays up to this price
     assert chosen(0.9 * even) == shapes[-1]
     assert chosen(1.01 * even) == shapes[-1]
@@ -133,8 +152,7 @@ def test_a_program_keeps_its_shape_until_another_is_worth_it():
 
 def test_new_requests_are_trusted_and_those_that_end_soon_are_not_drafted_for():
     shapes = every_shape((8, 16, 64), BATCH, DEPTHS)
-    choice = ShapeChoice(BATCH, DEPTH, 0.0)
-    choice.learn(range(8), np.full((8, DEPTH), 0.01, np.float32), [100] * 8, [1] * 8)
+    choice = choice_of(np.full((8, DEPTH), 0.01))
     assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[0]
     for slot in range(8):
         choice.begin(slot, room=100, rows=1)
@@ -143,6 +161,31 @@ def test_new_requests_are_trusted_and_those_that_end_soon_are_not_drafted_for():
         choice.begin(slot, room=1, rows=1)
     assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[0]
     assert choice.choose(shapes, BATCH, costs(), []) == shapes[0], "prompts alone draft nothing"
+
+
+def test_confidences_are_a_running_mean_and_what_is_not_walked_is_trusted_again_slowly():
+    low, high = np.full((2, 3), 0.2), np.full((2, 3), 0.8)
+    choice = choice_of(low, smoothing=0.5)
+    np.testing.assert_allclose(choice._known, 0.6)
+    choice.learn([1], [0], report(high, high), [9], [9])
+    np.testing.assert_allclose(choice._known, [[0.6] * 3, [0.75] * 3])
+    choice.learn([0], [1], report(*[low] * 8, depth=1), [9], [9])
+    found = choice._known[0]
+    assert found[0] == pytest.approx(0.2, abs=0.01)
+    assert 0.6 < found[1] == found[2] < 0.615
+    for _ in range(60):
+        choice.learn([0], [0], report(*[low] * 8, depth=0), [9], [9])
+    assert choice._known[0].min() > 0.85
+
+
+def test_a_longer_lag_holds_back_what_is_too_new_also_from_the_next_of_its_slot():
+    choice = choice_of(np.full((2, 3), 0.5), lag=4)
+    assert (choice._known == 1).all(), "the next dispatch begins two steps later"
+    choice.learn([0, 1], [0, 1], report(np.full((2, 3), 0.4)), [9, 9], [9, 9])
+    assert (choice._known == 1).all()
+    choice.begin(1, room=9, rows=9)
+    choice.learn([0, 1], [0, 1], report(*[np.full((2, 3), 0.3)] * 2), [9, 9], [9, 9])
+    np.testing.assert_allclose(choice._known, [[0.4] * 3, [1.0] * 3])
 
 
 def test_an_engine_serves_in_the_shapes_that_its_costs_ask_for():
