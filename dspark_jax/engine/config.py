@@ -32,7 +32,7 @@ class EngineConfig:
             decoding with fixed k.
         threshold: None, or the confidence below which a window ends, in place of a budget.
         policy: "lagged", "causal" or "fresh".
-        lag: age in steps of the confidences that decide a "lagged" budget.
+        lag: least age in steps of the confidences that decide a "lagged" budget.
         allow_biased: consent to policy "fresh" at temperatures above 0.
         cost_table: path of a cost table, or tables for ``max_requests``; None verifies all drafts.
         correct_costs: let the cost table follow the step times that are seen; mode "compact".
