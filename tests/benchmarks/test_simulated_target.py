@@ -14,16 +14,18 @@ from benchmarks.replayed_pair import DIGITS, unembed
 from benchmarks.simulated_target import LABEL, STEPS, Sweep, simulated_pair, starts
 from benchmarks.traces import MODE, Traces, read_traces, record
 from dspark_jax.calibration.records import AnswerRecord, Records, Source, write_records
+from dspark_jax.decode.request import Request, SamplingParams
+from dspark_jax.decode.session import Generator
 from dspark_jax.models.config import DenseConfig
-from tests.engine.small import BLOCK, DRAFTER, STOP, TARGET
+from tests.engine.small import BLOCK, DRAFTER, TARGET
 from train.config import DrafterSection
 
 USERS = 3
 SIZE = 3
 BLOCKS = 200
 SHAPE = (
-    DenseConfig("qwen3", 256, 16, 16, 2, 2, 1, 8, 1e4, 1e-6, True, 512, qk_norm=True),
-    DrafterSection(1, 7, (0,), 3, 4),
+    DenseConfig("qwen3", 256, 16, 16, 1, 2, 1, 8, 1e4, 1e-6, True, 512, qk_norm=True),
+    DrafterSection(1, 7, (-1,), 3, 4),
 )
 SOURCE = Source("t", "d", "0", SIZE, SIZE, MODE, 0.0, 0, 1.0, None, None)
 
@@ -45,14 +47,14 @@ def sweep(traces):
 
 @pytest.fixture(scope="module")
 def costs(sweep, tmp_path_factory):
-    """A table by which every row costs a tenth of the first."""
+    """A table by which rows cost by the half dozen, so that few shapes pay."""
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     rows = list(range(1, USERS * (SIZE + 1) + 1))
     tier = {
         "requests": USERS,
         "contexts": [1],
         "largest_bucket": rows[-1],
-        "verify": {"tokens": rows, "seconds": [[1.0 + 0.1 * row] for row in rows]},
+        "verify": {"tokens": rows, "seconds": [[0.2 + -(-row // 6)] for row in rows]},
         "draft": [0.1],
     }
     path.write_text(
@@ -118,8 +120,7 @@ def test_windows_cut_what_was_recorded_and_follow_its_confidences(ran, traces):
         outcome.decision.confidence, np.where(walked, jax.nn.sigmoid(logits), 0.5), atol=1e-6
     )
     assert outcome.window.std() > 0, "confidences differ, so windows do"
-    shapes = list(prepared.steps)
-    assert (shapes[0].rows, shapes[-1].rows) == (USERS, USERS * (SIZE + 1))
+    assert [shape.rows for shape in prepared.steps] == [USERS, 6, USERS * (SIZE + 1)]
 
 
 def test_a_summary_adds_up(ran):
@@ -166,38 +167,44 @@ def test_a_vocabulary_names_every_block(traces):
         simulated_pair("small", SHAPE, more)
 
 
+PROMPTS, ANSWER = [[1, 2, 3], [4], [9, 8, 7, 6, 5]], 24
+ENDLESS = dataclasses.replace(TARGET, stop_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Traces at a temperature."""
+    options = {"new_tokens": ANSWER, "batch": 2}
+    return functools.cache(
+        lambda temperature: record(ENDLESS, DRAFTER, PROMPTS, temperature=temperature, **options)
+    )
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_trace_holds_a_full_block_at_every_position(tmp_path, temperature):
-    prompts = [[1, 2, 3], [4], [9, 8, 7, 6, 5]]
-    target = dataclasses.replace(TARGET, stop_token_ids=())
-    options = {"temperature": temperature, "new_tokens": 12, "batch": 2}
-    found = record(target, DRAFTER, prompts, **options)
-    assert [len(one.accepted) for one in found.answers] == [12 - BLOCK] * 3
+def test_a_trace_holds_a_full_block_at_every_position(recorded, tmp_path, temperature):
+    found = recorded(temperature)
+    assert [len(one.accepted) for one in found.answers] == [ANSWER - BLOCK] * 3
     write_records(tmp_path / "traces.jsonl", found)
     traces = read_traces(tmp_path / "traces.jsonl")
     assert traces.source.temperature == temperature
     assert traces.answers == 3
-    assert len(traces.accepted) == 3 * (12 - BLOCK)
+    assert len(traces.accepted) == 3 * (ANSWER - BLOCK)
     assert len(np.unique(traces.accepted)) > 1
     assert traces.acceptance[0] == (traces.accepted >= 1).mean()
 
 
-def test_a_greedy_trace_is_what_full_blocks_meet(tmp_path):
+def test_a_greedy_trace_is_what_full_blocks_meet(recorded):
     """From every position at which a full block began, static decoding accepts the same."""
-    from dspark_jax.decode.request import Request, SamplingParams
-    from dspark_jax.decode.session import Generator
-
-    prompt = [9, 8, 7, 6, 5]
-    traced = record(TARGET, DRAFTER, [prompt], temperature=0.0, new_tokens=24, batch=1).answers[0]
-    session = Generator(TARGET, DRAFTER, mode="static", max_context=40)
-    params = SamplingParams(max_new_tokens=24, stop_token_ids=(STOP,))
-    (answer,) = session.generate([Request(prompt, params)])
-    position = 0
-    for accepted, committed in zip(answer.accepted, answer.commits, strict=True):
-        if position < len(traced.accepted):
-            assert traced.accepted[position] == accepted
-        position += committed
-    assert position > BLOCK + 1
+    session = Generator(ENDLESS, DRAFTER, mode="static", max_context=40)
+    params = SamplingParams(max_new_tokens=ANSWER)
+    answers = session.generate([Request(prompt, params) for prompt in PROMPTS])
+    for traced, answer in zip(recorded(0.0).answers, answers, strict=True):
+        position = 0
+        for accepted, committed in zip(answer.accepted, answer.commits, strict=True):
+            if position < len(traced.accepted):
+                assert traced.accepted[position] == accepted
+            position += committed
+        assert position == ANSWER
 
 
 def test_other_records_are_refused(tmp_path):
@@ -223,12 +230,18 @@ def file(traces, tmp_path):
 def test_everything_written_says_that_it_is_a_simulation(file, monkeypatch, capsys):
     monkeypatch.setitem(simulated_target.PAIRS, "small", SHAPE)
     out, figure = file.with_name("out.json"), file.with_name("figure.png")
-    options = {"shape": "small", "users": (1, 2), "arms": ("off",), "cache_rows": 8, "blocks": 1}
+    options = {
+        "shape": "small",
+        "users": (1, USERS),
+        "arms": ("off",),
+        "cache_rows": 8,
+        "blocks": 1,
+    }
     assert simulated_target.main(file, out=out, figure=figure, **options) == 0
     raw = json.loads(out.read_text())
     assert raw["simulation"] == LABEL
     arms = [arm for arm in raw["arms"] if arm["arm"] == "off"]
-    assert [arm["concurrency"] for arm in arms] == [1, 2]
+    assert [arm["concurrency"] for arm in arms] == [1, USERS]
     assert all(arm["accepted_length"] == arm["ratio_to_off"] == 1 for arm in arms)
     assert "SIMULATION" in capsys.readouterr().out
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -244,6 +257,7 @@ def test_everything_written_says_that_it_is_a_simulation(file, monkeypatch, caps
     ],
 )
 def test_bad_input_is_refused_before_anything_is_compiled(file, monkeypatch, options, says):
+    monkeypatch.setitem(simulated_target.PAIRS, "small", SHAPE)
     monkeypatch.setattr(simulated_target, "Sweep", lambda *_, **__: pytest.fail("a sweep was made"))
     with pytest.raises(ValueError, match=says):
-        simulated_target.main(file, out=file, **{"shape": "tiny", **options})
+        simulated_target.main(file, out=file, **{"shape": "small", **options})
