@@ -74,7 +74,7 @@ def base(data):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def teacher(chatty):
     return dataclasses.replace(chatty, name="teacher")
 
@@ -99,22 +99,34 @@ def stop_after(monkeypatch, steps):
     monkeypatch.setattr(pretrain, "pretrain_step", step)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v32"])
-def test_a_target_learns_and_is_read_back_as_it_was_trained(
-    family, base, teacher, tmp_path, monkeypatch
-):
-    model = {"deepseek_v4": V4, "deepseek_v32": V32}[family]
-    run = base(section(tmp_path / "run"), **{family: model})
-    states = []
-    served = pretrain.served_weights
-    monkeypatch.setattr(
-        pretrain, "served_weights", lambda *parts: states.append(served(*parts)) or states[0]
-    )
-    programs = pretrain_step._cache_size()
-    assert run_pretraining(run, teacher)
-    assert pretrain_step._cache_size() <= programs + 1
+@pytest.fixture(scope="module")
+def unbroken(base, teacher, tmp_path_factory):
+    """The folder of a family's whole run, its model, and the weights that it ended with."""
 
-    figures = lines(tmp_path / "run")
+    @functools.cache
+    def run(family):
+        folder = tmp_path_factory.mktemp(family)
+        model = {"deepseek_v4": V4, "deepseek_v32": V32}[family]
+        served, ended = pretrain.served_weights, []
+
+        def noted(*parts):
+            ended.append(served(*parts))
+            return ended[0]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrain, "served_weights", noted)
+            programs = pretrain_step._cache_size()
+            assert run_pretraining(base(section(folder), **{family: model}), teacher)
+            assert pretrain_step._cache_size() <= programs + 1
+        return folder, model, ended[0]
+
+    return run
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v32"])
+def test_a_target_learns_and_is_read_back_as_it_was_trained(family, unbroken, teacher):
+    folder, model, ended = unbroken(family)
+    figures = lines(folder)
     assert len(figures) == STEPS
     losses = [line["loss"] for line in figures]
     assert losses[0] > 4.5
@@ -122,12 +134,12 @@ def test_a_target_learns_and_is_read_back_as_it_was_trained(
     indexer = [line["indexer_loss"] for line in figures]
     assert 0 < indexer[-1] < 0.5
 
-    loaded = load_target(tmp_path / "run" / TARGET, "float32")
+    loaded = load_target(folder / TARGET, "float32")
     assert loaded.config == model
     assert loaded.stop_token_ids == teacher.stop_token_ids
     messages = [{"role": "user", "content": "w1 w2"}]
     assert loaded.text.chat_ids(messages) == teacher.text.chat_ids(messages)
-    jax.tree.map(np.testing.assert_array_equal, loaded.weights, states[0])
+    jax.tree.map(np.testing.assert_array_equal, loaded.weights, ended)
     tokens = jnp.asarray((np.arange(2 * LENGTH) % 7 + 20).reshape(2, LENGTH))
     (trained, taps), (logits, wanted) = both_forwards(model, loaded.weights, tokens)
     np.testing.assert_allclose(trained, logits, atol=1e-3)
@@ -137,23 +149,21 @@ def test_a_target_learns_and_is_read_back_as_it_was_trained(
 
 
 def test_a_run_that_is_stopped_and_resumed_equals_an_unbroken_one(
-    base, teacher, tmp_path, monkeypatch
+    base, teacher, unbroken, tmp_path, monkeypatch
 ):
-    unbroken, broken = (base(section(tmp_path / n), deepseek_v32=V32) for n in ("one", "two"))
-    assert run_pretraining(unbroken, teacher)
+    whole, *_ = unbroken("deepseek_v32")
+    broken = base(section(tmp_path), deepseek_v32=V32)
     with monkeypatch.context() as patch:
         stop_after(patch, 7)
         assert not run_pretraining(broken, teacher)
-    assert not (tmp_path / "two" / TARGET).exists()
+    assert not (tmp_path / TARGET).exists()
     assert run_pretraining(broken, teacher, resume=True)
-    assert lines(tmp_path / "one") == lines(tmp_path / "two")
-    first, second = (
-        (tmp_path / name / TARGET / "model.safetensors").read_bytes() for name in ("one", "two")
-    )
-    assert first == second
+    assert lines(whole) == lines(tmp_path)
+    first, second = (folder / TARGET / "model.safetensors" for folder in (whole, tmp_path))
+    assert first.read_bytes() == second.read_bytes()
     changed = dataclasses.replace(V32, index_topk=7)
     with pytest.raises(ValueError, match=r"config\.deepseek_v32\.index_topk was 6 and is 7"):
-        run_pretraining(base(section(tmp_path / "two"), deepseek_v32=changed), teacher, resume=True)
+        run_pretraining(base(section(tmp_path), deepseek_v32=changed), teacher, resume=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -184,10 +194,12 @@ def test_few_experts_all_run_and_many_are_visited_with_the_same_result():
     x = jnp.asarray(random.normal(size=(9, 8)), jnp.float32)
     ids = jnp.asarray(np.argsort(random.random((9, 4)))[:, :2], jnp.int32)
     weights = jnp.asarray(random.random((9, 2)), jnp.float32)
-    found = sequence_experts(x, ids, weights, experts, 0.5)
-    np.testing.assert_allclose(
-        found, routed_experts(x, ids, weights, experts, limit=0.5), atol=1e-6
-    )
+
+    @jax.jit
+    def run(*rows):
+        return sequence_experts(*rows, 0.5), routed_experts(*rows, limit=0.5)
+
+    np.testing.assert_allclose(*run(x, ids, weights, experts), atol=1e-6)
 
 
 def test_the_load_counts_real_tokens_and_moves_biases_against_it():
@@ -204,31 +216,33 @@ def test_the_load_counts_real_tokens_and_moves_biases_against_it():
 def test_keys_are_chosen_by_score_among_those_seen_and_all_where_they_are_few():
     scores = jnp.asarray([[[5.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 1, 4, 1]]])
     seen = jnp.arange(1, 5)
-    chosen = choose_keys(scores, seen, 2)[0].astype(int)
+    choose = jax.jit(choose_keys, static_argnums=2)
+    chosen = choose(scores, seen, 2)[0].astype(int)
     assert chosen.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]
-    np.testing.assert_array_equal(choose_keys(scores, seen, 4)[0], np.tri(4))
+    np.testing.assert_array_equal(choose(scores, seen, 4)[0], np.tri(4))
 
 
 def test_an_indexer_is_taught_by_the_heads_and_does_not_teach_them():
     weights = jnp.asarray([[[[0.2, 0.0], [0.1, 0.3]], [[0.6, 0.0], [0.1, 0.1]]]])
-    seen, real = jnp.asarray([1, 2]), jnp.ones((1, 2), bool)
-    right = jnp.log(jnp.asarray([[[1.0, 1.0], [0.2, 0.4]]]))
+    seen, real = jnp.asarray([1, 2]), np.ones((1, 2), bool)
+    right = np.log(np.array([[[1.0, 1.0], [0.2, 0.4]]], np.float32))
+    even = np.zeros((1, 2, 2), np.float32)
 
-    def loss(weights, scores, real=real):
-        return indexer_loss(weights, scores, seen, real)
+    @jax.jit
+    def loss(scores, real):
+        return jax.value_and_grad(indexer_loss, (0, 1))(weights, scores, seen, real)
 
-    assert abs(loss(weights, right)) < 1e-6
-    wrong = loss(weights, jnp.zeros((1, 2, 2)))
+    assert abs(loss(right, real)[0]) < 1e-6
+    wrong, (heads, scores) = loss(even, real)
     teacher = np.array([1 / 3, 2 / 3])
     assert wrong == pytest.approx((teacher * np.log(2 * teacher)).sum() / 2, rel=1e-5)
-    assert loss(weights, jnp.zeros((1, 2, 2)), jnp.asarray([[True, False]])) == 0
-    heads, scores = jax.grad(loss, (0, 1))(weights, jnp.zeros((1, 2, 2)))
+    assert loss(even, np.array([[True, False]]))[0] == 0
     assert not heads.any()
     np.testing.assert_allclose(scores[0], [[0, 0], [1 / 12, -1 / 12]], atol=1e-6)
 
 
 def test_a_token_that_sees_no_entry_leaves_no_nan_in_the_indexers_gradient():
-    gradient = jax.grad(indexer_loss, 1)(
+    gradient = jax.jit(jax.grad(indexer_loss, 1))(
         jnp.zeros((1, 1, 2, 1)), jnp.zeros((1, 2, 1)), jnp.asarray([0, 0]), jnp.ones((1, 2), bool)
     )
     assert not gradient.any()
@@ -239,7 +253,7 @@ def test_next_tokens_are_counted_within_documents_alone():
     tokens = jnp.asarray([[0, 1, 2, 3], [2, 1, 0, 0]])
     hidden = 10 * jax.nn.one_hot([[1, 2, 0, 1], [1, 0, 0, 0]], 4)
     real = jnp.asarray([[True] * 4, [True, True, False, False]])
-    found = next_token_loss(hidden, head, tokens, real)
+    found = jax.jit(next_token_loss)(hidden, head, tokens, real)
     assert found["accuracy"].denominator == 4
     assert found["accuracy"].numerator == 3
     wanted = 4 * np.log(np.exp(10) + 3) - 30
@@ -319,14 +333,15 @@ def test_the_shipped_configs_fit_together(family, ratio):
 
 def test_a_drafter_is_trained_for_such_a_target(tiny_run, tmp_path):
     name = tiny_run.target.name
-    target = LoadedTarget(V32, new_weights(V32, 0, "float32"), None, (), name)
+    model = dataclasses.replace(V32, num_hidden_layers=1)
+    target = LoadedTarget(model, new_weights(model, 0, "float32"), None, (), name)
     run = dataclasses.replace(
         tiny_run,
-        drafter=dataclasses.replace(tiny_run.drafter, target_layer_ids=(-1, 0)),
+        drafter=dataclasses.replace(tiny_run.drafter, target_layer_ids=(-1,)),
         training=dataclasses.replace(tiny_run.training, steps=3, output=str(tmp_path / "run")),
     )
     assert run_training(run, target)
-    drafter = load_drafter(tmp_path / "run" / DRAFTER, (V32, target.weights)).config
+    drafter = load_drafter(tmp_path / "run" / DRAFTER, (model, target.weights)).config
     assert (drafter.num_attention_heads, drafter.num_key_value_heads, drafter.head_dim) == (
         1,
         1,
