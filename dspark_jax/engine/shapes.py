@@ -68,8 +68,9 @@ Slower than in `schedule.survival`: what is tried again is tried for a whole dis
 
 @dataclasses.dataclass
 class _Step:
-    """What one step measured, by slot."""
+    """What one step measured of the requests in ``slots``; ``confidence`` is ``[n, G]``."""
 
+    slots: np.ndarray
     taken: np.ndarray
     confidence: np.ndarray
     depth: int
@@ -84,7 +85,7 @@ class ShapeChoice:
     """
 
     def __init__(self, slots: int, step: StepConfig) -> None:
-        self._known = np.ones((slots, step.depth), np.float32)
+        self._known = np.ones((step.depth, slots), np.float32)
         self._room = np.zeros(slots, np.int64)
         self._rows = np.zeros(slots, np.int64)
         self._step = step
@@ -98,9 +99,9 @@ class ShapeChoice:
             room: tokens it may still emit.
             rows: its live cache rows.
         """
-        self._known[slot], self._room[slot], self._rows[slot] = 1.0, room, rows
+        self._known[:, slot], self._room[slot], self._rows[slot] = 1.0, room, rows
         for step in self._held:
-            step.taken[slot] = False
+            step.taken[step.slots == slot] = False
 
     def learn(
         self,
@@ -122,20 +123,21 @@ class ShapeChoice:
         decision = report.outcome.decision
         assert decision is not None, "only modes that draft have shapes"
         for step in range(int(report.done)):
-            taken, confidence = np.zeros(len(self._room), bool), np.ones_like(self._known)
-            taken[index] = np.asarray(report.outcome.count)[step, lane] > 0
-            confidence[index] = np.nan_to_num(np.asarray(decision.confidence)[step, lane])
-            self._held.append(_Step(taken, confidence, int(np.asarray(decision.depth)[step])))
+            taken = np.asarray(report.outcome.count)[step, lane] > 0
+            confidence = np.asarray(decision.confidence)[step, lane]
+            depth = int(np.asarray(decision.depth)[step])
+            self._held.append(_Step(index, taken, confidence, depth))
         # The next dispatch to be planned begins two steps later at least: one is in flight.
         while len(self._held) > max(self._step.lag - 2, 0):
             self._remember(self._held.popleft())
 
     def _remember(self, step: _Step) -> None:
         """As `schedule.survival.remember`."""
-        measured = np.arange(self._known.shape[1]) < step.depth
-        gap = np.where(measured, step.confidence, 1.0) - self._known
-        rate = np.where(measured, self._step.smoothing, AGING_RATE)
-        self._known += np.where(step.taken[:, None], rate * gap, 0.0)
+        slots, depth = step.slots[step.taken], step.depth
+        known, confidence = self._known[:, slots], step.confidence[step.taken].T
+        known[:depth] += self._step.smoothing * (confidence[:depth] - known[:depth])
+        known[depth:] += AGING_RATE * (1.0 - known[depth:])
+        self._known[:, slots] = known
 
     def choose(
         self, shapes: tuple[Shape, ...], batch: int, costs: CostTables, slots: Sequence[int]
@@ -149,19 +151,23 @@ class ShapeChoice:
             return shapes[0]
         index = np.asarray(slots, np.int64)
         room, total = self._room[index], self._rows[index].sum()
-        position = np.arange(1, self._known.shape[1] + 1)
-        survival = np.cumprod(self._known[index], axis=1)
-        survival = np.where(position < room[:, None], survival, 0.0)
-        gained = {0: np.zeros(1)}
-        for depth in {shape.depth for shape in shapes if shape.depth}:
-            best = np.sort(survival[:, :depth], axis=None)[::-1]
-            gained[depth] = np.cumsum(np.append(np.float32(0), best), dtype=np.float64)
+        survival = self._known[:, index]
+        ending = room.min() <= len(survival)
+        for position, column in enumerate(survival):
+            if position:
+                column *= survival[position - 1]
+            if ending:
+                column *= room > position + 1
+        ordered = {
+            depth: np.sort(survival[:depth], axis=None)
+            for depth in {shape.depth for shape in shapes}
+        }
         promised = {}
         for shape in shapes:
-            sums = gained[shape.depth]
-            drafts = min(shape.rows - len(index), len(sums) - 1)
+            survivals, drafts = ordered[shape.depth], shape.rows - len(index)
+            gained = survivals[max(len(survivals) - drafts, 0) :].sum(dtype=np.float64)
             seconds = np.interp(total, costs.contexts, _seconds(shape, batch, costs))
-            promised[shape] = (len(index) + sums[drafts]) / seconds
+            promised[shape] = (len(index) + gained) / seconds
         best = max(shapes, key=lambda shape: promised[shape])
         last = self._last.get(shapes, best)
         if promised[last] * (1 + self._step.hysteresis) < promised[best]:

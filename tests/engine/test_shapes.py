@@ -168,14 +168,14 @@ def test_confidences_are_a_running_mean_and_what_is_not_walked_is_trusted_again_
     choice = choice_of(low, smoothing=0.5)
     np.testing.assert_allclose(choice._known, 0.6)
     choice.learn([1], [0], report(high, high), [9], [9])
-    np.testing.assert_allclose(choice._known, [[0.6] * 3, [0.75] * 3])
+    np.testing.assert_allclose(choice._known.T, [[0.6] * 3, [0.75] * 3])
     choice.learn([0], [1], report(*[low] * 8, depth=1), [9], [9])
-    found = choice._known[0]
+    found = choice._known[:, 0]
     assert found[0] == pytest.approx(0.2, abs=0.01)
     assert 0.6 < found[1] == found[2] < 0.615
     for _ in range(60):
         choice.learn([0], [0], report(*[low] * 8, depth=0), [9], [9])
-    assert choice._known[0].min() > 0.85
+    assert choice._known[:, 0].min() > 0.85
 
 
 def test_a_longer_lag_holds_back_what_is_too_new_also_from_the_next_of_its_slot():
@@ -185,7 +185,7 @@ def test_a_longer_lag_holds_back_what_is_too_new_also_from_the_next_of_its_slot(
     assert (choice._known == 1).all()
     choice.begin(1, room=9, rows=9)
     choice.learn([0, 1], [0, 1], report(*[np.full((2, 3), 0.3)] * 2), [9, 9], [9, 9])
-    np.testing.assert_allclose(choice._known, [[0.4] * 3, [1.0] * 3])
+    np.testing.assert_allclose(choice._known.T, [[0.4] * 3, [1.0] * 3])
 
 
 def test_an_engine_serves_in_the_shapes_that_its_costs_ask_for():
