@@ -18,12 +18,12 @@ from dspark_jax.models.deepseek_v4 import cache as cache_module
 from dspark_jax.models.deepseek_v4 import model
 from dspark_jax.models.deepseek_v4.cache import DeepseekV4Cache
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
+from dspark_jax.models.deepseek_v4.ring import SCRATCH
 from dspark_jax.models.deepseek_v4.weights import DeepseekV4Weights
 from dspark_jax.models.ragged import Packed, compact, rectangle
 from dspark_jax.testing.deepseek_v4 import random_tensors, toy_config
 
 CAPACITY = 64
-WIDTH = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,11 +62,13 @@ class Toy:
     def verify(
         self, cache: DeepseekV4Cache, tokens: np.ndarray, start: np.ndarray, count: np.ndarray
     ) -> tuple[np.ndarray, DeepseekV4Cache]:
-        """Logits ``[S, 8, V]`` of ragged windows packed one after another; nothing committed."""
-        size = tokens.shape[0] * WIDTH
-        packed = compact(jnp.asarray(tokens), jnp.asarray(start), jnp.asarray(count), size)
+        """Logits ``[S, W, V]`` of ragged windows packed one after another; nothing committed."""
+        slots, width = tokens.shape
+        # windows of every width are one program
+        wide = jnp.asarray(np.pad(tokens, ((0, 0), (0, SCRATCH - width))))
+        packed = compact(wide, jnp.asarray(start), jnp.asarray(count), slots * SCRATCH)
         logits, cache = self.run(cache, packed)
-        return np.asarray(packed.unpack(logits)), cache
+        return np.asarray(packed.unpack(logits))[:, :width], cache
 
     def serial(self, tokens: np.ndarray) -> np.ndarray:
         """Logits ``[S, L, V]`` of decoding one token at a time."""

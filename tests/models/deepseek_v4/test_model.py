@@ -24,9 +24,8 @@ def in_windows(toy, texts, cache, width=8):
     found, start = [], np.zeros(2, np.int32)
     for begin in range(0, texts.shape[1], width):
         count = np.full(2, width, np.int32)
-        window = np.pad(texts[:, begin : begin + width], ((0, 0), (0, 8 - width)))
-        logits, cache = toy.verify(cache, window, start, count)
-        found.append(logits[:, :width])
+        logits, cache = toy.verify(cache, texts[:, begin : begin + width], start, count)
+        found.append(logits)
         start = start + count
         cache = model.commit(toy.config, cache, jnp.asarray(start))
     return np.concatenate(found, axis=1)
@@ -57,13 +56,13 @@ def test_ragged_windows_say_the_same_whatever_shares_their_batch(toy, texts, wan
 
 
 def test_padding_rows_are_finite_and_leave_no_trace(toy, texts, wanted):
-    _, cache = toy.prefill(texts[:, :16], toy.cache(2))
+    _, cache = toy.prefill(texts[:, :24], toy.cache(2))
     slots = np.arange(2)
-    packed = toy.rectangle(texts[:, 16:32], np.array([16, 16]), np.array([0, 11]), slots)
+    packed = toy.rectangle(texts[:, 24:], np.array([24, 24]), np.array([0, 11]), slots)
     logits, after = toy.run(cache, packed)
-    logits = np.asarray(logits).reshape(2, 16, -1)
+    logits = np.asarray(logits).reshape(2, 24, -1)
     assert np.isfinite(logits).all()
-    assert largest_error(logits[1, :11], wanted[1, 16:27]) < TOLERANCE
+    assert largest_error(logits[1, :11], wanted[1, 24:35]) < TOLERANCE
     # slot 0 took no rows: its half of every pool is as it was
     pairs = zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True)
     for before, now in pairs:
@@ -73,28 +72,28 @@ def test_padding_rows_are_finite_and_leave_no_trace(toy, texts, wanted):
 
 
 def test_a_batch_without_any_row_changes_nothing(toy, texts):
-    _, cache = toy.prefill(texts[:, :16], toy.cache(2))
+    _, cache = toy.prefill(texts[:, :24], toy.cache(2))
     nothing = np.zeros(2, np.int32)
-    logits, after = toy.verify(cache, texts[:, 16:24], np.full(2, 16, np.int32), nothing)
+    logits, after = toy.verify(cache, texts[:, 24:32], np.full(2, 24, np.int32), nothing)
     assert np.isfinite(logits).all()
     jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
 def test_a_request_without_a_slot_writes_nothing(toy, texts):
     cache = toy.cache(2)
-    packed = toy.rectangle(texts[:, :16], np.zeros(2), np.array([16, 16]), np.array([2, -1]))
+    packed = toy.rectangle(texts[:, :24], np.zeros(2), np.array([24, 24]), np.array([2, -1]))
     logits, after = toy.run(cache, packed)
     assert np.isfinite(np.asarray(logits)).all()
     jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
 def test_slots_may_come_in_any_order(toy, texts, wanted):
-    packed = toy.rectangle(texts[::-1, :16], np.zeros(2), np.array([16, 16]), np.array([1, 0]))
+    packed = toy.rectangle(texts[::-1, :24], np.zeros(2), np.array([24, 24]), np.array([1, 0]))
     _, cache = toy.run(toy.cache(2), packed)
-    start = np.full(2, 16, np.int32)
+    start = np.full(2, 24, np.int32)
     cache = model.commit(toy.config, cache, jnp.asarray(start))
-    logits, _ = toy.verify(cache, texts[:, 16:24], start, np.array([8, 8], np.int32))
-    assert largest_error(logits, wanted[:, 16:24]) < TOLERANCE
+    logits, _ = toy.verify(cache, texts[:, 24:32], start, np.array([8, 8], np.int32))
+    assert largest_error(logits, wanted[:, 24:32]) < TOLERANCE
 
 
 def test_the_next_owner_of_a_slot_sees_nothing_of_the_last_one(toy, texts, wanted):
@@ -106,17 +105,17 @@ def test_the_next_owner_of_a_slot_sees_nothing_of_the_last_one(toy, texts, wante
 
 
 def test_a_broken_request_does_not_reach_its_neighbour(toy, texts, wanted):
-    _, cache = toy.prefill(texts[:, :16], toy.cache(2))
+    _, cache = toy.prefill(texts[:, :24], toy.cache(2))
     broken = jax.tree.map(lambda rows: rows.at[0].set(jnp.nan), cache.layers)
-    window, start = texts[:, 16:24], np.full(2, 16, np.int32)
+    window, start = texts[:, 24:32], np.full(2, 24, np.int32)
     logits, _ = toy.verify(cache.replace(layers=broken), window, start, np.array([8, 8], np.int32))
     assert np.isnan(logits[0]).all()
-    assert largest_error(logits[1], wanted[1, 16:24]) < TOLERANCE
+    assert largest_error(logits[1], wanted[1, 24:32]) < TOLERANCE
 
 
 def test_the_same_batch_gives_the_same_bits(toy, texts):
-    _, cache = toy.prefill(texts[:, :16], toy.cache(2))
-    window, start = texts[:, 16:24], np.full(2, 16, np.int32)
+    _, cache = toy.prefill(texts[:, :24], toy.cache(2))
+    window, start = texts[:, 24:32], np.full(2, 24, np.int32)
     count = np.array([5, 8], np.int32)
     first, again = (toy.verify(cache, window, start, count) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -170,13 +169,13 @@ def test_pieces_of_a_prompt_and_windows_share_a_batch(toy, texts, wanted):
 
 
 def test_taps_are_the_embedding_and_the_mean_of_the_streams_after_a_layer(toy, texts):
-    packed = toy.rectangle(texts[:, :16], np.zeros(2), np.array([16, 16]), np.arange(2))
+    packed = toy.rectangle(texts[:, :24], np.zeros(2), np.array([24, 24]), np.arange(2))
     # a head that weighs all streams alike joins them to a multiple of their mean
     alike = jax.tree.map(jnp.zeros_like, toy.weights.stream_head)
     even = dataclasses.replace(toy, weights=toy.weights.replace(stream_head=alike))
     logits, taps, _ = even.forward(toy.cache(2), packed)
     last, embedding, first = np.split(np.asarray(taps), 3, axis=1)
-    np.testing.assert_array_equal(embedding, toy.weights.embed[texts[:, :16].reshape(-1)])
+    np.testing.assert_array_equal(embedding, toy.weights.embed[texts[:, :24].reshape(-1)])
     normed = rms_norm(jnp.asarray(last), toy.weights.norm, toy.config.rms_norm_eps)
     assert largest_error(normed @ toy.weights.head.T, logits) < TOLERANCE
     assert largest_error(last, first) > 0.1
