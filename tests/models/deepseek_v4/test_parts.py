@@ -1,6 +1,7 @@
 """The parts of the decoder against their definitions, written out in NumPy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ RANDOM = np.random.default_rng(5)
 
 
 def normal(*shape):
-    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+    return RANDOM.normal(size=shape).astype(np.float32)
 
 
 def test_yarn_leaves_the_first_waves_of_v4_and_stretches_the_last_sixteenfold():
@@ -36,15 +37,19 @@ def test_yarn_leaves_the_first_waves_of_v4_and_stretches_the_last_sixteenfold():
 
 def test_rotation_turns_neighbouring_pairs_at_the_tail_and_inverse_undoes_it(toy):
     x, position = normal(1, 16), jnp.array([7])
-    turned = rotate_tail(x, phases(toy.config, position, compressed=False))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def turn(x, inverse):
+        return rotate_tail(x, phases(toy.config, position, compressed=False), inverse=inverse)
+
+    turned = turn(x, False)
     np.testing.assert_array_equal(turned[:, :12], x[:, :12])
     for pair, angle in enumerate(7 * frequencies(4, 100.0, None)):
         whole = complex(x[0, 12 + 2 * pair], x[0, 13 + 2 * pair]) * np.exp(1j * angle)
         np.testing.assert_allclose(
             turned[0, 12 + 2 * pair : 14 + 2 * pair], [whole.real, whole.imag], atol=1e-5
         )
-    back = rotate_tail(turned, phases(toy.config, position, compressed=False), inverse=True)
-    np.testing.assert_allclose(back, x, atol=1e-6)
+    np.testing.assert_allclose(turn(turned, True), x, atol=1e-6)
 
 
 def test_streams_are_mixed_by_a_doubly_stochastic_matrix_applied_transposed(toy):
@@ -52,9 +57,14 @@ def test_streams_are_mixed_by_a_doubly_stochastic_matrix_applied_transposed(toy)
     n, width = 4, 6
     mix = HyperConnection(fn=normal(24, n * width), base=normal(24), scale=normal(3))
     streams = normal(1, n, width)
-    seen, gates = hyper_connections.read(config, mix, streams)
     out = normal(1, width)
-    found = hyper_connections.write(gates, streams, out)
+
+    @jax.jit
+    def through(mix, streams, out):
+        seen, gates = hyper_connections.read(config, mix, streams)
+        return seen, hyper_connections.write(gates, streams, out)
+
+    seen, found = through(mix, streams, out)
 
     flat = np.asarray(streams).reshape(-1)
     m = np.asarray(mix.fn) @ flat / np.sqrt(np.mean(flat**2) + 1e-6)
@@ -94,6 +104,7 @@ def test_an_entry_pools_its_tokens_and_where_windows_overlap_those_before(toy, l
     c, z = np.asarray(x @ weights.kv.T), np.asarray(x @ weights.gate.T)
     z = z + np.asarray(weights.ape)[np.arange(length) % ratio]
     found = np.asarray(written.entries).reshape(-1, width)
+    pooled = np.zeros((length // ratio, width), np.float32)
     for entry in range(length // ratio):
         own = slice(entry * ratio, (entry + 1) * ratio)
         if ratio == 4:
@@ -105,10 +116,11 @@ def test_an_entry_pools_its_tokens_and_where_windows_overlap_those_before(toy, l
         else:
             value, gate = c[own], z[own]
         share = np.exp(gate - gate.max(axis=0))
-        pooled = (share / share.sum(axis=0) * value).sum(axis=0)
-        normed = pooled / np.sqrt(np.mean(pooled**2) + 1e-6) * np.asarray(weights.norm)
-        turn = phases(toy.config, jnp.array(entry * ratio), compressed=True)
-        np.testing.assert_allclose(found[entry], rotate_tail(normed, turn), atol=1e-5)
+        pooled[entry] = (share / share.sum(axis=0) * value).sum(axis=0)
+    scale = np.sqrt(np.mean(pooled**2, axis=1, keepdims=True) + 1e-6)
+    turn = phases(toy.config, jnp.arange(0, len(pooled) * ratio, ratio), compressed=True)
+    wanted = rotate_tail(pooled / scale * np.asarray(weights.norm), turn)
+    np.testing.assert_allclose(found[: len(pooled)], wanted, atol=1e-5)
     # nothing is written for a window that has not closed
     assert (found[length // ratio :] == 0).all()
 
@@ -153,18 +165,19 @@ def test_the_shared_expert_is_clipped_like_the_routed_ones(toy):
     """DeepSeek's code; transformers leaves the shared expert unclipped."""
     weights, x = toy.weights.layers[1].moe, 3 * normal(4, toy.config.hidden_size)
     limit = toy.config.swiglu_limit
+    one, experts = jax.jit(expert), weights.experts
     clipped, free = (
-        expert(x, weights.shared_gate_up, weights.shared_down, bound) for bound in (limit, None)
+        one(x, weights.shared_gate_up, weights.shared_down, bound) for bound in (limit, None)
     )
     assert np.abs(clipped - free).max() > 0.1
     ids, weight = route(toy.config, weights, x, jnp.zeros(4, jnp.int32))
-    one, experts = jax.jit(expert), weights.experts
+    gate_up, down = np.asarray(experts.gate_up), np.asarray(experts.down)
 
     def routed(token):
         row = x[token : token + 1]
         return sum(
-            share * one(row, experts.gate_up[chosen], experts.down[chosen], limit)[0]
-            for chosen, share in zip(ids[token], weight[token], strict=True)
+            share * np.asarray(one(row, gate_up[chosen], down[chosen], limit))[0]
+            for chosen, share in zip(np.asarray(ids)[token], np.asarray(weight)[token], strict=True)
         )
 
     real = jnp.array([True] * 3 + [False])
