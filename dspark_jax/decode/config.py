@@ -87,8 +87,14 @@ class StepConfig:
                 f'threshold is {self.threshold} in mode {self.mode!r}; wanted mode "compact" or '
                 '"cap-accept", whose windows it decides'
             )
-        if self.shape is not None:
-            self._check_shape(self.shape)
+        if self.shape is not None and (
+            not self.adaptive or (self.policy, self.threshold) != ("lagged", None)
+        ):
+            raise ValueError(
+                f"shape is {self.shape} with mode {self.mode!r}, policy {self.policy!r} and "
+                f'threshold {self.threshold}; wanted mode "compact" or "cap-accept", policy '
+                '"lagged" and no threshold: only there it is known before the drafts'
+            )
         if not 0 < self.smoothing <= 1:
             raise ValueError(f"smoothing is {self.smoothing}; wanted a weight, above 0 and up to 1")
         if not 0 <= self.hysteresis < 1:
@@ -127,16 +133,8 @@ class StepConfig:
             )
         if self.walk_caps and self.walk_caps[-1] != self.depth:
             raise ValueError(f"walk_caps end at {self.walk_caps[-1]}; wanted {self.depth}")
-
-    def _check_shape(self, shape: Shape) -> None:
-        if not self.adaptive or (self.policy, self.threshold) != ("lagged", None):
-            raise ValueError(
-                f"shape is {shape} with mode {self.mode!r}, policy {self.policy!r} and threshold "
-                f'{self.threshold}; wanted mode "compact" or "cap-accept", policy "lagged" and no '
-                "threshold: only there it is known before the drafts"
-            )
-        if not 0 <= shape.depth <= self.depth:
-            raise ValueError(f"depth of the shape is {shape.depth}; wanted 0..{self.depth}")
+        if self.shape is not None and not 0 <= self.shape.depth <= self.depth:
+            raise ValueError(f"depth of the shape is {self.shape.depth}; wanted 0..{self.depth}")
 
     @property
     def drafts(self) -> bool:

@@ -99,10 +99,7 @@ def decode_step(
             weights, state, tables, keys, valid & state.active[:, None], config
         )
         state = state.replace(confidence_log=_log_confidences(state, drafts))
-    full = None
-    if state.blocks is not None:
-        assert decision is not None, "the config has been checked for a mode that drafts"
-        full = jnp.clip(room - 1, 0, decision.depth)
+    full = None if decision is None else jnp.clip(room - 1, 0, decision.depth)
     state, outcome = verify_and_commit(
         weights, state, sampling, keys, drafts, window, room, prompts, config, full
     )
@@ -201,7 +198,15 @@ def _draft_in_shape(
     shape: Shape,
     config: StepConfig,
 ) -> tuple[Drafts, Int[Array, "S"], Decision]:
-    """Draft to the depth of the shape, and fill its rows with the drafts of highest survival."""
+    """Draft to the depth of the shape, and fill its rows with the drafts of highest survival.
+
+    Raises:
+        ValueError: rows that do not hold every anchor.
+    """
+    if shape.rows < state.slots:
+        raise ValueError(
+            f"the shape has {shape.rows} rows; wanted {state.slots} or more, an anchor of each slot"
+        )
     drafts = draft(weights, state, keys, shape.depth, config=config)
     confidence = _calibrated(drafts, state, tables)
     drafted = jnp.arange(1, config.depth + 1)[None] <= shape.depth
@@ -237,7 +242,8 @@ def verify_and_commit(
 ) -> tuple[State, Outcome]:
     """Run the target over the windows in the smallest bucket that holds them, and commit.
 
-    ``full`` counts the drafts of a full block, for `verify.block_accept`; None follows no blocks.
+    ``full`` counts the drafts of a full block, as deep as it was walked: what mode "cap-accept"
+    verifies and `verify.block_accept` bounds; None where nothing was drafted.
     """
 
     def run(packed: Packed, verified: Int[Array, "S"]) -> tuple[State, Outcome]:
@@ -261,8 +267,8 @@ def verify_and_commit(
         rows = jnp.concatenate([rows, drafts.tokens], axis=1)
     start = state.cache.length
     if config.mode != "compact":
-        # cap-accept verifies the whole block and commits only up to the window
-        verified = window if config.mode != "cap-accept" else jnp.clip(room - 1, 0, config.depth)
+        # cap-accept verifies all that was walked and commits only up to the window
+        verified = window if config.mode != "cap-accept" or full is None else full
         count = jnp.where(state.active, verified + 1, 0)
         return run(rectangle(rows, start, count), verified)
 

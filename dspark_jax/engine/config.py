@@ -100,6 +100,13 @@ class EngineConfig:
             if getattr(self, name) and not _increasing(getattr(self, name)):
                 raise ValueError(f"{name} are {getattr(self, name)}; wanted increasing row counts")
 
+    @property
+    def priced(self) -> bool:
+        """Whether costs decide windows, where windows are decided."""
+        table = self.cost_table
+        known = not isinstance(table, CostTables) or bool(table.known)
+        return table is not None and known and self.threshold is None
+
     def batches(self) -> tuple[int, ...]:
         """Request counts that a step is compiled for."""
         if self.batch_tiers is not None:

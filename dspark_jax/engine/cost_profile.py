@@ -134,7 +134,9 @@ def profile(
 
     def program(kind: str, batch: int, size: int, pieces: int = 0) -> tuple[Any, dict[str, Any]]:
         """Drafts to a depth, or a bucket beside prompts: a function of weights and state."""
-        arm = dataclasses.replace(step, sampled=temperature > 0, filtered=False)
+        # whoever decides windows, these are the steps that run
+        plain = dataclasses.replace(step, policy="lagged", threshold=None)
+        arm = dataclasses.replace(plain, sampled=temperature > 0, filtered=False)
         if kind == "draft":
             return _draft, {"config": arm, "depth": size}
         arm = dataclasses.replace(arm, shape=Shape(step.depth, size))
@@ -162,7 +164,8 @@ def profile(
 
     plans = []
     for batch in config.batches():
-        buckets = config.stepping(step, batch).buckets
+        # every anchor alone, whatever the tiers: what drafting is compared with
+        buckets = sorted({batch, *config.row_counts(step.width, batch)})
         sizes = [(bucket, 0) for bucket in buckets]
         sizes += [(buckets[-1], pieces) for pieces in prompts]
         lengths = sorted({max(1, int(longest * share)) for share in shares})

@@ -78,12 +78,12 @@ class Engine:
         pool, columns = config.pool(self.context), config.columns(self.context)
         pieces = config.pieces(step.width)
         self._calibration = resolve_calibration(config.calibration, drafter)
-        if step.adaptive and config.cost_table is None and config.threshold is None:
+        priced = config.priced
+        if step.adaptive and not priced and config.threshold is None:
             logger.warning("no cost table: every drafted token is verified")
         self.step_config = step
         check_prompt_width(config.prompt_width, jax.default_backend())
 
-        priced = config.cost_table is not None and config.threshold is None
         shaped = step.adaptive and step.policy == "lagged" and priced
 
         @functools.cache
@@ -156,7 +156,7 @@ class Engine:
                 lambda batch: stepping(step, batch).buckets,
                 self._programs.reprice,
             )
-        self.reset_metrics()
+        self._metrics = self._new_metrics(before=None)
         self._flights: deque[Flight] = deque()
         self._live: dict[int, Sequence] = {}
         self._unclaimed: dict[int, Completion] = {}
@@ -191,13 +191,7 @@ class Engine:
 
     def reset_metrics(self) -> None:
         """Measure from here on, as after a warm-up."""
-        self._metrics = Metrics(
-            self.step_config,
-            self._programs.stepping,
-            lambda: self._programs.costs,
-            self._scheduler,
-            self._correction,
-        )
+        self._metrics = self._new_metrics(before=self._metrics if self._flights else None)
 
     def tokens(self, index: int) -> tuple[int, ...]:
         """The answer of a waiting or running request as far as it has been read.
@@ -427,6 +421,16 @@ class Engine:
         service = self._metrics.ended(sequence, completion)
         return dataclasses.replace(completion, service=service)
 
+    def _new_metrics(self, before: Metrics | None) -> Metrics:
+        return Metrics(
+            self.step_config,
+            self._programs.stepping,
+            lambda: self._programs.costs,
+            self._scheduler,
+            self._correction,
+            before=before,
+        )
+
     def _tell(self, message: str | None) -> None:
         """Warn once."""
         if message and message not in self._told:
@@ -461,8 +465,7 @@ def served_step(
     )
     if not step.adaptive:
         return step
-    priced = config.cost_table is not None and config.threshold is None
-    return dataclasses.replace(step, walk_caps=depth_caps(None, step.depth, priced))
+    return dataclasses.replace(step, walk_caps=depth_caps(None, step.depth, config.priced))
 
 
 def _reuses_prefixes(

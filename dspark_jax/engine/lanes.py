@@ -220,7 +220,9 @@ def _leave(state: State, inner: State, lanes: Lanes) -> State:
     """The whole state after its lanes have stepped."""
     inner = with_tables(inner, None, None)
     if lanes.slots is None:
-        return inner
+        # who sat this one out, beside a warm-up for one, decodes on
+        active = jnp.where(lanes.decoding, inner.active, state.active)
+        return inner.replace(active=active)
     rows = jax.tree.map(
         lambda every, new: every.at[lanes.slots].set(new, mode="drop"),
         _by_slot(state),

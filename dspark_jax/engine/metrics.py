@@ -38,6 +38,7 @@ class Metrics:
         scheduler: queue and pages; what it has counted before is left out.
         correction: is told what steps took, where that is known; None corrects nothing.
         clock: seconds that only grow.
+        before: whose place these take: what is in flight was sent while it counted.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Metrics:
         scheduler: Scheduler,
         correction: CostCorrection | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        before: Metrics | None = None,
     ) -> None:
         self.clock = clock
         self._config, self._stepping, self._costs = config, stepping, costs
@@ -68,6 +70,8 @@ class Metrics:
         self._whole = Histogram(SECONDS)
         self._calibration = LiveCalibration(depth, DECAY)
         self._read_at, self._waited = -np.inf, False
+        if before is not None:
+            self._read_at, self._waited = before._read_at, before._waited
 
     def joined(self, sequence: Sequence, now: float) -> None:
         """The sequence takes part in a dispatch; the first time ends its wait."""
@@ -105,9 +109,7 @@ class Metrics:
         stopped = live & (count <= committed)
         proposed = np.where(stopped, count, window)
         accepted = np.where(stopped, count, committed)
-        # A position that was not walked holds a blank, which a full block may accept by chance.
-        beyond = np.maximum(np.minimum(judged, depth[:, None]) - window, 0)
-        trimmed = np.where(stopped, 0, beyond)
+        trimmed = np.where(stopped, 0, np.maximum(judged - window, 0))
 
         for name, value in (
             ("steps", done),

@@ -309,9 +309,10 @@ class Programs:
     def _on_device(self, placed: Lanes) -> Lanes:
         """The same, copied only if it differs from what the last dispatch had."""
         values = (placed.slots, placed.decoding, placed.table)
-        if self._lanes is None or not _same(self._lanes[0], values):
-            self._lanes = values, jax.device_put(placed)
-        return self._lanes[1]
+        held = self._lanes
+        if held is None or not _same(held[0], values):
+            held = self._lanes = values, jax.device_put(placed)
+        return held[1]
 
     def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
         tokens = np.zeros((count, self.prompt_width), np.int32)

@@ -343,6 +343,22 @@ def test_a_shape_is_refused_where_windows_look_at_the_drafts(change):
         shaped(2, 8, **change)
 
 
+def test_what_a_shape_does_not_walk_is_no_draft_that_a_full_block_could_accept():
+    """Blocks are filled up with token 0, which is right behind token 7."""
+    _, state = shaped(1, 8, mode="cap-accept")
+    assert (np.asarray(state.accepted[:, :6]) == 1).all()
+
+
+def test_a_shape_without_a_row_for_every_anchor_is_refused():
+    with pytest.raises(ValueError, match="the shape has 3 rows; wanted 4 or more"):
+        shaped(2, 3)
+
+
+def test_a_shape_without_a_drafter_is_refused_as_its_mode_is():
+    with pytest.raises(ValueError, match="mode is 'compact' without a drafter"):
+        StepConfig(WatchedTarget(8), None, "compact", shape=Shape(1, 8))
+
+
 def test_a_shape_deeper_than_the_block_is_refused():
     with pytest.raises(ValueError, match=r"depth of the shape is 5; wanted 0\.\.4"):
         shaped(5, 24)

@@ -86,6 +86,16 @@ def test_a_row_count_of_several_tiers_is_timed_with_the_requests_of_each(monkeyp
     assert ran == [2] * 7 * 3 + [4] * 7 * 3, "five sizes and two depths, at three contexts"
 
 
+@pytest.mark.parametrize("change", [{"policy": "causal"}, {"threshold": 0.5}, {}])
+def test_plain_decoding_is_timed_beside_any_tiers_whoever_decides_windows(monkeypatch, change):
+    monkeypatch.setattr(cost_profile, "_seconds_a_step", lambda *_: [1.0])
+    monkeypatch.setattr(cost_profile, "compile_together", lambda *_: None)
+    config = dataclasses.replace(CONFIG, token_tiers=(2,), **change)
+    (tier,) = cost_profile.profile(TARGET, DRAFTER, config)["tiers"]
+    full = BLOCK + 1
+    assert tier["verify"]["tokens"] == [1, 2, full, full + 16, full + 256]
+
+
 def test_an_engine_of_the_same_kind_serves_by_the_table(measured):
     out, *_ = measured
     engine = Engine(TARGET, DRAFTER, dataclasses.replace(CONFIG, cost_table=out))

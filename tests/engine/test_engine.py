@@ -223,6 +223,22 @@ def test_a_restored_prefix_restores_the_drafters_context(compact, engine):
     assert engine.reused_rows >= 32
 
 
+def test_a_warm_up_beside_running_requests_takes_nothing_from_them(engine, solo):
+    drain(engine)
+    prompt = next([token] for token in range(VOCAB) if len(solo([token], 30)) == 30)
+    index = engine.add(Request(prompt, SamplingParams(max_new_tokens=30)))
+    while not engine.tokens(index):
+        engine.step()
+    engine.warmup(SamplingParams(temperature=1.0))
+    assert drain(engine)[index].token_ids == solo(prompt, 30)
+
+
+def test_tables_without_measurements_are_no_cost_table(make_engine, caplog):
+    engine = make_engine(cost_table=no_costs(SMALL.max_requests, BLOCK))
+    assert engine._choice is None, "windows would be decided by costs"
+    assert "every drafted token is verified" in caplog.text
+
+
 def test_an_abort_is_final(engine, solo):
     drain(engine)
     index = engine.add(Request([3, 4], SamplingParams(max_new_tokens=30)))

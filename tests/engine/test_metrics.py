@@ -148,7 +148,23 @@ def test_a_known_prefix_is_a_hit(engine):
     assert found["prefix_cache_hits_total"] == answer.service.reused_rows == 16
 
 
+def test_what_is_in_flight_at_a_reset_is_timed_from_the_end_of_what_it_waited_for(engine, solo):
+    prompt = next([token] for token in range(VOCAB) if len(solo([token], 30)) == 30)
+    index = engine.add(Request(prompt, SamplingParams(max_new_tokens=30)))
+    while not engine.tokens(index):
+        engine.step()
+    (flight,) = engine._flights
+    begun = engine._metrics._read_at
+    assert flight.sent < begun
+    engine.reset_metrics()
+    engine.step()
+    assert as_json(engine.figures())["step_seconds"]["sum"] == pytest.approx(flight.ended - begun)
+    engine.abort(index)
+
+
 def test_times_are_read_off_the_clock_and_predictions_off_the_table(engine):
+    while engine.busy:
+        engine.step()
     engine.reset_metrics()
     ticks = iter(range(10_000))
     engine._metrics.clock = lambda: float(next(ticks))
