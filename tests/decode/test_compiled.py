@@ -42,7 +42,7 @@ def step_config(pair, mode, slots, sampled, **changes):
         pair.target,
         None if mode == "off" else pair.drafter,
         mode,
-        buckets=(slots, 2 * slots, 4 * slots) if mode == "compact" else (),
+        buckets=(slots, 4 * slots) if mode == "compact" else (),
         walk_caps=(1, 3) if mode in ("compact", "cap-accept") else (),
         sampled=sampled,
         filtered=sampled,
@@ -176,11 +176,9 @@ def test_a_mixed_workload_traces_nothing_after_warm_up(pair, mode):
     assert all(answer.token_ids for answer in answers)
 
 
-@pytest.mark.parametrize("mode", ["off", "compact"])
-def test_generate_works_inside_jit_and_vmap(shallow, mode):
-    config = step_config(shallow, mode, 1, True)
-    if mode == "compact":
-        config = dataclasses.replace(config, buckets=(), walk_caps=(), filtered=False)
+def test_generate_works_inside_jit_and_vmap(shallow):
+    config = step_config(shallow, "compact", 1, True)
+    config = dataclasses.replace(config, buckets=(), walk_caps=(), filtered=False)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 96, (4, 6)), jnp.int32)
     lengths = jnp.asarray([6, 1, 3, 5], jnp.int32)
 
@@ -198,9 +196,7 @@ def test_generate_works_inside_jit_and_vmap(shallow, mode):
 
     seeds = jnp.arange(4)
     alone = [answer(*row) for row in zip(prompts, lengths, seeds, strict=True)]
-    jitted = jax.jit(lambda *row: answer(*row) + 0)(prompts[0], lengths[0], seeds[0])
     mapped = jax.jit(jax.vmap(answer))(prompts, lengths, seeds)
-    np.testing.assert_array_equal(jitted, alone[0])
     np.testing.assert_array_equal(mapped, jnp.stack(alone))
 
 
@@ -213,11 +209,14 @@ def test_a_batch_that_has_ended_takes_no_step(pair):
 
 
 @pytest.mark.parametrize("mode", ["static", "compact"])
-def test_a_step_that_records_no_confidences_holds_nothing_of_the_recording(pair, mode, monkeypatch):
+def test_a_step_that_records_no_confidences_holds_nothing_of_the_recording(
+    shallow, mode, monkeypatch
+):
     def lowered(**changes):
-        config = step_config(pair, mode, 4, True, **changes)
-        state = started(pair, config, 4)
-        args = (pair.weights, state, costs(pair, 4), jnp.asarray(6))
+        config = step_config(shallow, mode, 4, True, **changes)
+        config = dataclasses.replace(config, buckets=(), walk_caps=(), filtered=False)
+        state = started(shallow, config, 4)
+        args = (shallow.weights, state, costs(shallow, 4), jnp.asarray(6))
         # a function of its own: the cache of traces does not know what is patched
         run = jax.jit(lambda *args: loop.run_steps(*args, config=config))
         return run.lower(*args)

@@ -77,33 +77,20 @@ def run(tiny_run):
     return dataclasses.replace(tiny_run, training=training)
 
 
-@pytest.fixture
-def one_device(run, tiny_target):
+def test_eight_devices_begin_and_two_processes_finish_the_run_of_one(run, tiny_target, tmp_path):
+    """Weights are sharded, then whole; neither process holds logits of the whole vocabulary."""
     assert run_training(run, tiny_target)
-    return run.training.output
-
-
-def test_eight_devices_begin_and_four_finish_the_run_of_one(run, one_device, tiny_target, tmp_path):
     output = tmp_path / "many"
     eight = written(run, tmp_path / "8.toml", output, vocabulary=2, shard_weights=True)
     finish(start(eight, 8, "--stop-after", 3))
     assert len(figures(output)) == 3
-    four = written(run, tmp_path / "4.toml", output, vocabulary=1, shard_weights=True)
-    finish(start(four, 4, "--resume"))
-    assert_same_run(output, one_device, tiny_target)
-
-
-def test_two_processes_train_as_one_and_neither_holds_whole_logits(
-    run, one_device, tiny_target, tmp_path
-):
-    output = tmp_path / "pair"
-    config = written(run, tmp_path / "pair.toml", output, vocabulary=2)
+    pair = written(run, tmp_path / "pair.toml", output, vocabulary=2)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = ("--vocabulary-rows", tiny_target.config.vocab_size // 2)
-    finish(*(start(config, 2, "--process", index, 2, port, *options) for index in range(2)))
-    assert_same_run(output, one_device, tiny_target)
+    options = ("--resume", "--vocabulary-rows", tiny_target.config.vocab_size // 2)
+    finish(*(start(pair, 2, "--process", index, 2, port, *options) for index in range(2)))
+    assert_same_run(output, run.training.output, tiny_target)
 
 
 def test_a_mesh_that_is_not_the_devices_is_refused_naming_both():

@@ -119,16 +119,14 @@ def test_every_head_trains_and_the_loss_falls(tiny_run, tiny_target, head):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tiny_run, tiny_target):
-    run = dataclasses.replace(tiny_run, training=dataclasses.replace(tiny_run.training, steps=1))
-    run_training(run, tiny_target)
+    run_training(tiny_run, tiny_target)
     with pytest.raises(FileExistsError, match="--resume"):
-        run_training(run, tiny_target)
+        run_training(tiny_run, tiny_target)
 
 
 def test_a_changed_run_is_not_resumed(tiny_run, tiny_target):
-    short = dataclasses.replace(tiny_run.training, steps=1)
-    run_training(dataclasses.replace(tiny_run, training=short), tiny_target)
-    changed = dataclasses.replace(short, learning_rate=1e-3)
+    run_training(tiny_run, tiny_target)
+    changed = dataclasses.replace(tiny_run.training, learning_rate=1e-3)
     with pytest.raises(ValueError, match=r"config.training.learning_rate was 0.0006 and is 0.001"):
         run_training(dataclasses.replace(tiny_run, training=changed), tiny_target, resume=True)
 
