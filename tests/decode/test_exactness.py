@@ -16,7 +16,7 @@ import pytest
 from scipy import stats
 
 from dspark_jax.decode import loop, noise
-from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.state import make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.schedule.cost import no_costs
@@ -35,7 +35,7 @@ RUNS = 50_000
 # Enough where no budget looks at anything, and where what is looked for is plain.
 FEW_RUNS = 10_000
 # Bonferroni: every statistical test of this file shares one chance in a thousand
-TESTS = 12
+TESTS = 13
 LEVEL = 1e-3 / TESTS
 # lag + 2 steps commit at most this many tokens, so the tokens looked at are later than that
 FIRST = (LAG + 2) * (BLOCK + 1)
@@ -202,6 +202,16 @@ def test_a_threshold_leaves_the_targets_joint_distribution():
     """The rule is simpler than any budget, and its windows vary in every batch."""
     out = sample(config("compact", threshold=0.5), FEW_RUNS)
     assert 0.05 < (out.windows[:, :, 0] == BLOCK).mean() < 0.95
+    assert joint_pvalue(out.tokens) > LEVEL
+
+
+def test_a_shape_leaves_the_targets_joint_distribution():
+    """Three rows for the drafts of both requests: this step's survivals settle who gets them."""
+    shaped = config("compact", shape=Shape(depth=BLOCK, rows=SLOTS + 3))
+    out = sample(shaped, FEW_RUNS)
+    assert (out.windows[:, :, 0].sum(axis=1) == 3).all()
+    first_has_more = out.windows[:, 0, 2] > out.windows[:, 1, 2]
+    assert 0.05 < first_has_more.mean() < 0.95, "windows follow confidences"
     assert joint_pvalue(out.tokens) > LEVEL
 
 
