@@ -66,6 +66,10 @@ Slower than in `schedule.survival`: what is tried again is tried for a whole dis
 """
 
 
+TYPICAL_RATE = 0.05
+"""Weight of a step's mean confidences in those that a new request begins with."""
+
+
 @dataclasses.dataclass
 class _Step:
     """What one step measured of the requests in ``slots``; ``confidence`` is ``[n, G]``."""
@@ -86,6 +90,7 @@ class ShapeChoice:
 
     def __init__(self, slots: int, step: StepConfig) -> None:
         self._known = np.ones((step.depth, slots), np.float32)
+        self._typical = np.ones(step.depth, np.float32)
         self._room = np.zeros(slots, np.int64)
         self._rows = np.zeros(slots, np.int64)
         self._step = step
@@ -93,13 +98,15 @@ class ShapeChoice:
         self._last: dict[tuple[Shape, ...], Shape] = {}
 
     def begin(self, slot: int, room: int, rows: int) -> None:
-        """A request begins to decode: it is trusted until it has been measured.
+        """A request begins to decode: it is taken for a typical one until it has been measured.
+
+        The first of all are trusted. A short answer may end before its first dispatch is read.
 
         Args:
             room: tokens it may still emit.
             rows: its live cache rows.
         """
-        self._known[:, slot], self._room[slot], self._rows[slot] = 1.0, room, rows
+        self._known[:, slot], self._room[slot], self._rows[slot] = self._typical, room, rows
         for step in self._held:
             step.taken[step.slots == slot] = False
 
@@ -135,6 +142,10 @@ class ShapeChoice:
         """As `schedule.survival.remember`."""
         slots, depth = step.slots[step.taken], step.depth
         known, confidence = self._known[:, slots], step.confidence[step.taken].T
+        if len(slots):
+            mean = confidence[:depth].mean(axis=1)
+            self._typical[:depth] += TYPICAL_RATE * (mean - self._typical[:depth])
+            self._typical[depth:] += AGING_RATE * (1.0 - self._typical[depth:])
         known[:depth] += self._step.smoothing * (confidence[:depth] - known[:depth])
         known[depth:] += AGING_RATE * (1.0 - known[depth:])
         self._known[:, slots] = known

@@ -150,7 +150,7 @@ def test_a_program_keeps_its_shape_until_another_is_worth_it():
     assert chosen(0.9 * even) == shapes[-1]
 
 
-def test_new_requests_are_trusted_and_those_that_end_soon_are_not_drafted_for():
+def test_the_first_requests_are_trusted_and_those_that_end_soon_are_not_drafted_for():
     shapes = every_shape((8, 16, 64), BATCH, DEPTHS)
     choice = choice_of(np.full((8, DEPTH), 0.01))
     assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[0]
@@ -176,6 +176,19 @@ def test_confidences_are_a_running_mean_and_what_is_not_walked_is_trusted_again_
     for _ in range(60):
         choice.learn([0], [0], report(*[low] * 8, depth=0), [9], [9])
     assert choice._known[:, 0].min() > 0.85
+
+
+def test_a_new_request_is_taken_for_a_typical_one():
+    choice = choice_of(np.full((2, 3), 0.5))
+    measured = np.asarray([[0.9, 0.5, 0.3], [0.7, 0.5, 0.1]])
+    choice.learn([0, 1], [0, 1], report(*[measured] * 200), [9, 9], [9, 9])
+    choice.begin(1, room=9, rows=9)
+    np.testing.assert_allclose(choice._known[:, 1], [0.8, 0.5, 0.2], atol=1e-3)
+    np.testing.assert_allclose(choice._known[:, 0], [0.9, 0.5, 0.3], atol=1e-3)
+    choice.learn([1], [1], report(*[np.zeros((2, 3))] * 200, depth=1), [9], [9])
+    choice.begin(0, room=9, rows=9)
+    # what nobody walks any more is trusted again, or it would never be tried
+    np.testing.assert_allclose(choice._known[:, 0], [0.0, 0.77, 0.63], atol=0.01)
 
 
 def test_a_longer_lag_holds_back_what_is_too_new_also_from_the_next_of_its_slot():
