@@ -175,6 +175,8 @@ class Programs:
     def reprice(self, program: tuple[int, int], tables: CostTables) -> None:
         """Step by these costs from the next dispatch on. They are copied while others run."""
         self._in_use[program] = tables
+        if self.choice is not None:
+            return  # the host alone decides by them
         costs = jax.device_put({"verify": tables.verify, "draft": tables.draft})
         self._priced[program] = dataclasses.replace(self._priced[program], **costs)
 

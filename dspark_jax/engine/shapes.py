@@ -65,7 +65,6 @@ AGING_RATE = 1 / 256
 Slower than in `schedule.survival`: what is tried again is tried for a whole dispatch.
 """
 
-
 TYPICAL_RATE = 0.05
 """Weight of a step's mean confidences in those that a new request begins with."""
 
