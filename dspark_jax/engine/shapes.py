@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,10 @@ LEAST_SAVING = 0.05
 """A shape that saves less of a step than this, against the next larger one, is left out."""
 
 DEEPER = 2
-"""Depths walked beyond an even share of the rows, so that there are drafts to choose from."""
+"""Most depths walked beyond an even share of the rows, so that there are drafts to choose from."""
+
+DEAREST_WALK = 0.1
+"""Share of a step that these may cost; where drafting is dear, on a CPU, choice is worth less."""
 
 
 def every_shape(buckets: Sequence[int], batch: int, depths: Sequence[int]) -> tuple[Shape, ...]:
@@ -41,14 +44,33 @@ def every_shape(buckets: Sequence[int], batch: int, depths: Sequence[int]) -> tu
     return tuple(shapes)
 
 
-def paying_shapes(shapes: Sequence[Shape], batch: int, costs: CostTables) -> tuple[Shape, ...]:
-    """Those of ``shapes`` that save time; the first and the last stay."""
+def paying_shapes(
+    shapes: Sequence[Shape], batch: int, depths: Sequence[int], costs: CostTables
+) -> tuple[Shape, ...]:
+    """Those of ``shapes`` that save time, walked as deep as pays; the first and the last stay.
+
+    Args:
+        depths: as in `every_shape`.
+    """
+    shapes = [_not_too_deep(shape, batch, depths, costs) for shape in shapes]
     seconds = [np.mean(_seconds(shape, batch, costs)) for shape in shapes]
     kept = [len(shapes) - 1]
     for index in range(len(shapes) - 2, 0, -1):
         if seconds[index] <= (1 - LEAST_SAVING) * seconds[kept[0]]:
             kept.insert(0, index)
     return tuple(shapes[index] for index in (0, *kept))
+
+
+def _not_too_deep(shape: Shape, batch: int, depths: Sequence[int], costs: CostTables) -> Shape:
+    """The shape, shallower where what it walks beyond an even share is dear."""
+
+    def seconds(depth: int) -> float:
+        return float(np.mean(_seconds(Shape(depth, shape.rows), batch, costs)))
+
+    even = -(-(shape.rows - batch) // batch)
+    walked = [depth for depth in depths if even <= depth <= shape.depth]
+    paid = [depth for depth in walked if seconds(depth) <= (1 + DEAREST_WALK) * seconds(walked[0])]
+    return Shape(paid[-1], shape.rows) if paid else shape
 
 
 def _seconds(shape: Shape, batch: int, costs: CostTables) -> np.ndarray:
@@ -69,9 +91,13 @@ TYPICAL_RATE = 0.05
 """Weight of a step's mean confidences in those that a new request begins with."""
 
 
+LEVELS = 128
+"""Survivals are told apart this finely when the best of thousands are added up."""
+
+
 @dataclasses.dataclass
-class _Step:
-    """What one step measured of the requests in ``slots``; ``confidence`` is ``[n, G]``."""
+class _Measured:
+    """What a dispatch measured of the requests in ``slots``; ``confidence`` is ``[n, L, G]``."""
 
     slots: np.ndarray
     taken: np.ndarray
@@ -93,7 +119,7 @@ class ShapeChoice:
         self._room = np.zeros(slots, np.int64)
         self._rows = np.zeros(slots, np.int64)
         self._step = step
-        self._held: deque[_Step] = deque()
+        self._held: deque[_Measured] = deque()
         self._last: dict[tuple[Shape, ...], Shape] = {}
 
     def begin(self, slot: int, room: int, rows: int) -> None:
@@ -106,16 +132,16 @@ class ShapeChoice:
             rows: its live cache rows.
         """
         self._known[:, slot], self._room[slot], self._rows[slot] = self._typical, room, rows
-        for step in self._held:
-            step.taken[step.slots == slot] = False
+        for held in self._held:
+            held.taken[:, held.slots == slot] = False
 
     def learn(
         self,
         slots: Sequence[int],
         lanes: Sequence[int],
         report: Report,
-        room: list[int],
-        rows: list[int],
+        room: Sequence[int],
+        rows: Sequence[int],
     ) -> None:
         """What a dispatch that has been read says of the requests in ``slots``.
 
@@ -124,30 +150,38 @@ class ShapeChoice:
             report: on the host.
             room, rows: as in `begin`, after the dispatch.
         """
-        index, lane = np.asarray(slots, np.int64), np.asarray(lanes, np.int64)
-        self._room[index], self._rows[index] = room, rows
-        decision = report.outcome.decision
+        index, lane = _whole(slots), _whole(lanes)
+        self._room[index], self._rows[index] = _whole(room), _whole(rows)
+        decision, done = report.outcome.decision, int(report.done)
         assert decision is not None, "only modes that draft have shapes"
-        for step in range(int(report.done)):
-            taken = np.asarray(report.outcome.count)[step, lane] > 0
-            confidence = np.asarray(decision.confidence)[step, lane]
-            depth = int(np.asarray(decision.depth)[step])
-            self._held.append(_Step(index, taken, confidence, depth))
+        taken = np.asarray(report.outcome.count)[:done, lane] > 0
+        confidence = np.asarray(decision.confidence)[:done, lane]
+        depth = int(np.asarray(decision.depth)[0])
+        self._held.append(_Measured(index, taken, confidence, depth))
         # The next dispatch to be planned begins two steps later at least: one is in flight.
-        while len(self._held) > max(self._step.lag - 2, 0):
+        newer = sum(len(held.taken) for held in self._held)
+        while self._held:
+            newer -= len(self._held[0].taken)
+            if newer < self._step.lag - 2:
+                break
             self._remember(self._held.popleft())
 
-    def _remember(self, step: _Step) -> None:
-        """As `schedule.survival.remember`."""
-        slots, depth = step.slots[step.taken], step.depth
-        known, confidence = self._known[:, slots], step.confidence[step.taken].T
-        if len(slots):
-            mean = confidence[:depth].mean(axis=1)
-            self._typical[:depth] += TYPICAL_RATE * (mean - self._typical[:depth])
-            self._typical[depth:] += AGING_RATE * (1.0 - self._typical[depth:])
-        known[:depth] += self._step.smoothing * (confidence[:depth] - known[:depth])
-        known[depth:] += AGING_RATE * (1.0 - known[depth:])
-        self._known[:, slots] = known
+    def _remember(self, measured: _Measured) -> None:
+        """As `schedule.survival.remember`, for the steps of a dispatch at once."""
+        depth, taken = measured.depth, measured.taken
+        confidence = measured.confidence[..., :depth]
+        anybody = taken.any(axis=1)
+        counts = np.maximum(taken.sum(axis=1, dtype=np.float32), 1.0)
+        means = np.einsum("nl,nlg->ng", taken.astype(np.float32), confidence) / counts[:, None]
+        kept, weight = _running(anybody[:, None], TYPICAL_RATE)
+        self._typical[:depth] = kept * self._typical[:depth] + weight[:, 0] @ means
+        self._typical[depth:] = _aged(self._typical[depth:], anybody.sum())
+
+        known = self._known[:, measured.slots]
+        kept, weight = _running(taken, self._step.smoothing)
+        known[:depth] = kept * known[:depth] + np.einsum("nl,nlg->gl", weight, confidence)
+        known[depth:] = _aged(known[depth:], taken.sum(axis=0))
+        self._known[:, measured.slots] = known
 
     def choose(
         self, shapes: tuple[Shape, ...], batch: int, costs: CostTables, slots: Sequence[int]
@@ -159,7 +193,7 @@ class ShapeChoice:
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
-        index = np.asarray(slots, np.int64)
+        index = _whole(slots)
         room, total = self._room[index], self._rows[index].sum()
         survival = self._known[:, index]
         ending = room.min() <= len(survival)
@@ -168,14 +202,10 @@ class ShapeChoice:
                 column *= survival[position - 1]
             if ending:
                 column *= room > position + 1
-        ordered = {
-            depth: np.sort(survival[:depth], axis=None)
-            for depth in {shape.depth for shape in shapes}
-        }
+        best_of = _best_sums(survival)
         promised = {}
         for shape in shapes:
-            survivals, drafts = ordered[shape.depth], shape.rows - len(index)
-            gained = survivals[max(len(survivals) - drafts, 0) :].sum(dtype=np.float64)
+            gained = best_of(shape.depth, shape.rows - len(index))
             seconds = np.interp(total, costs.contexts, _seconds(shape, batch, costs))
             promised[shape] = (len(index) + gained) / seconds
         best = max(shapes, key=lambda shape: promised[shape])
@@ -184,6 +214,51 @@ class ShapeChoice:
             last = best
         self._last[shapes] = last
         return last
+
+
+def _whole(values: Sequence[int]) -> np.ndarray:
+    """An array of them; an iterator is read twice as fast as a list."""
+    return np.fromiter(values, np.int64, len(values))
+
+
+def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Weights ``[L]`` of what was known and ``[n, L]`` of each step in a running mean.
+
+    Args:
+        taken: ``[n, L]`` the steps that count.
+    """
+    later = taken[::-1].cumsum(axis=0)[::-1] - taken
+    weight = np.where(taken, rate * (1.0 - rate) ** later, 0.0).astype(np.float32)
+    return 1.0 - weight.sum(axis=0), weight
+
+
+def _aged(known: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """What is known after so many steps that did not measure it."""
+    return 1.0 - (1.0 - known) * (1.0 - AGING_RATE) ** steps
+
+
+def _best_sums(survival: np.ndarray) -> Callable[[int, int], float]:
+    """The sum of the largest so many survivals up to a depth, to within a level.
+
+    Args:
+        survival: ``[G, N]``.
+    """
+    depths = len(survival)
+    level = (survival * (LEVELS - 1)).astype(np.intp)
+    level += (np.arange(depths) * LEVELS)[:, None]
+    level, size = level.ravel(), depths * LEVELS
+    counts = np.bincount(level, minlength=size).reshape(depths, LEVELS)
+    sums = np.bincount(level, survival.ravel(), size).reshape(depths, LEVELS)
+    # by depth, the highest level first, and nothing before it
+    counts, sums = (
+        np.pad(every.cumsum(axis=0)[:, ::-1].cumsum(axis=1), ((0, 0), (1, 0)))
+        for every in (counts, sums)
+    )
+
+    def best(depth: int, drafts: int) -> float:
+        return float(np.interp(drafts, counts[depth - 1], sums[depth - 1])) if depth else 0.0
+
+    return best
 
 
 def extremes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
