@@ -262,9 +262,10 @@ def verify_and_commit(
             full,
         )
 
+    walked = config.depth if config.shape is None else config.shape.depth
     rows = state.anchor[:, None]
     if drafts is not None:
-        rows = jnp.concatenate([rows, drafts.tokens], axis=1)
+        rows = jnp.concatenate([rows, drafts.tokens[:, :walked]], axis=1)
     start = state.cache.length
     if config.mode != "compact":
         # cap-accept verifies all that was walked and commits only up to the window
@@ -275,7 +276,7 @@ def verify_and_commit(
     count = jnp.where(state.active, window + 1, 0)
     buckets = config.buckets or (state.slots * config.width,)
     if config.shape is not None:
-        if config.shape.rows == state.slots * config.width:
+        if config.shape.rows == state.slots * (walked + 1):
             return run(rectangle(rows, start, count), window)
         buckets = (config.shape.rows,)
     tier = jnp.searchsorted(jnp.asarray(buckets), count.sum())
@@ -310,7 +311,8 @@ def _commit(
     if prompts is not None:
         hidden = hidden[prompts.tokens.shape[0] :]
     logits = target.unembed(config.target, weights.target, hidden)
-    if drafts is None:
+    walked = packed.row.shape[1] - 1
+    if drafts is None or not walked:
         accepted = committed = window
         tokens = _last_token(
             weights, logits, packed, keys, None, committed, window, sampling, config
@@ -318,12 +320,13 @@ def _commit(
     else:
         uniforms = None
         if keys is not None:
-            uniforms = noise.uniform(keys, noise.ACCEPT, jnp.arange(1, config.depth + 1))
+            uniforms = noise.uniform(keys, noise.ACCEPT, jnp.arange(1, walked + 1))
+        walk = jax.tree.map(lambda every: every[:, :walked], drafts)
         accepted = accepted_prefix(
             logits,
             packed,
-            drafts.tokens,
-            drafts.logprob,
+            walk.tokens,
+            walk.logprob,
             uniforms,
             sampling,
             verified,
@@ -331,11 +334,13 @@ def _commit(
         )
         committed = jnp.minimum(accepted, window)
         last = _last_token(
-            weights, logits, packed, keys, drafts.scores, committed, window, sampling, config
+            weights, logits, packed, keys, walk.scores, committed, window, sampling, config
         )
-        column = jnp.arange(config.width)[None]
-        extended = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+        column = jnp.arange(walked + 1)[None]
+        extended = jnp.pad(walk.tokens, ((0, 0), (0, 1)))
         tokens = jnp.where(column == committed[:, None], last[:, None], extended)
+    # all shapes report alike: who reads outcomes needs to know none
+    tokens = jnp.pad(tokens, ((0, 0), (0, config.width - tokens.shape[1])))
 
     count, finish = _finish(state, tokens, committed, room)
     length = cache.length + count
@@ -408,7 +413,7 @@ def _last_token(
         role = jnp.where(rejected, noise.RESIDUAL, noise.BONUS)
         gumbel = noise.gumbel(keys, role, committed, own.shape[-1])
         if draft_scores is not None:
-            column = jnp.minimum(committed, config.depth - 1)
+            column = jnp.minimum(committed, draft_scores.shape[1] - 1)
             scores = jnp.take_along_axis(draft_scores, column[:, None, None], axis=1)[:, 0]
             mapping = weights.drafter.draft_to_target
     return final_token(own, scores, mapping, rejected, gumbel, sampling, filtered=config.filtered)

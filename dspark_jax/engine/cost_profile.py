@@ -25,7 +25,7 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.compiling import compile_together
 from dspark_jax.decode import noise
-from dspark_jax.decode.config import Shape, StepConfig
+from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft, no_drafts
 from dspark_jax.decode.request import MAX_STOP_IDS
 from dspark_jax.decode.setup import cache_dtype, context_limit, depth_caps
@@ -34,6 +34,7 @@ from dspark_jax.decode.step import Weights, verify_and_commit
 from dspark_jax.engine import lanes
 from dspark_jax.engine.config import EngineConfig, piece_tiers
 from dspark_jax.engine.engine import served_step
+from dspark_jax.engine.shapes import every_shape
 from dspark_jax.models.pages import PagePool, contiguous
 from dspark_jax.models.ragged import rectangle
 from dspark_jax.verify.accept import Sampling
@@ -139,7 +140,8 @@ def profile(
         arm = dataclasses.replace(plain, sampled=temperature > 0, filtered=False)
         if kind == "draft":
             return _draft, {"config": arm, "depth": size}
-        arm = dataclasses.replace(arm, shape=Shape(step.depth, size))
+        shapes = every_shape(config.row_counts(step.width, batch), batch, depths)
+        arm = dataclasses.replace(arm, shape=next(one for one in shapes if one.rows == size))
         window = jnp.asarray([len(part) - 1 for part in np.array_split(range(size), batch)])
         return _verify, {
             "window": window.astype(jnp.int32),

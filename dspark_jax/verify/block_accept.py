@@ -156,7 +156,7 @@ def follow(
         own = jax.tree.map(lambda field: field[owner], sampling)
         scores = target_scores(logits, own, filtered=filtered)
         normalizer = jax.nn.logsumexp(scores, axis=-1)
-    for at in range(block.tokens.shape[1]):
+    for at in range(packed.row.shape[1]):
         number = block.anchor[:, None] + at + 1 - blocks.start
         judged = (blocks.next > 0) & (number == blocks.next) & (at < block.count)[:, None]
         column = jnp.clip(number - 1, 0, blocks.tokens.shape[-1] - 1)[..., None]

@@ -9,14 +9,24 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.row_linear.few_rows import MOST_ROWS, lanes_of, rows_product
 
+TILE = 16
+"""Columns of XLA's CPU product that cost what one of them costs."""
+
+MOST_COLUMNS = 64
+"""Above, the left operand is worth packing."""
+
+MOST_SPARE = 5
+"""Columns of the last tile that may be empty."""
+
 
 def linear(
     x: Float[Array, "... I"], weight: Float[Array, "O I"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "... O"]:
     """``x @ weight.T``, accumulated and returned in ``out_dtype`` (None: the dtype of ``x``).
 
-    bf16 products of few rows are slow on CPUs: ``few_rows`` has its own, and where that does not
-    pay a single row, which XLA would compute as scalars, is computed as two.
+    bf16 products of few rows are slow on CPUs: ``few_rows`` has its own for the fewest, and XLA is
+    asked for some as ``weight @ x.T``. A single row that neither takes, which XLA would compute as
+    scalars, is computed as two.
     """
     lead = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1])
@@ -29,10 +39,28 @@ def linear(
     doubled = slow and rows.shape[0] == 1
     if doubled:
         rows = jnp.concatenate([rows, rows])
-    out = jax.lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    if slow and rows.shape[0] <= MOST_COLUMNS and -rows.shape[0] % TILE <= MOST_SPARE:
+        out = _by_columns(rows, weight).astype(dtype)
+    else:
+        product = (((1,), (1,)), ((), ()))
+        out = jax.lax.dot_general(rows, weight, product, preferred_element_type=dtype)
     if doubled:
         out = out[:1]
     return out.reshape(*lead, weight.shape[0])
+
+
+def _by_columns(rows: Float[Array, "T I"], weight: Float[Array, "O I"]) -> Float[Array, "T O"]:
+    """``rows @ weight.T`` in fp32 as the transpose of ``weight @ rows.T``.
+
+    XLA's CPU product packs its right operand anew at every call: better a few rows than all
+    weights, if they fill its tiles.
+    """
+    count = rows.shape[0]
+    rows = jnp.pad(rows, ((0, -count % TILE), (0, 0)))
+    product = (((1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(weight, rows, product, preferred_element_type=jnp.float32)
+    # else XLA would turn it around again
+    return jax.lax.optimization_barrier(out)[:, :count].T
 
 
 def rms_norm(

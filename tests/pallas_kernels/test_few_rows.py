@@ -30,7 +30,7 @@ def temporary_bytes(function, *shapes):
 
 
 @pytest.mark.parametrize("width", [20, 48, 64, 128, 600, 576, 1536, 11008])
-@pytest.mark.parametrize("rows", [1, MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, 12])
 def test_rows_are_accumulated_in_fp32_at_any_width(width, rows):
     x, weight = operands(width, rows)
     found = linear(x, weight, jnp.float32)
