@@ -216,7 +216,7 @@ class Sweep:
         if not step.adaptive:
             return Prepared({None: step}, tables(step))
         every = every_shape(config.row_counts(step.width, users), users, step.walk_caps)
-        shapes = paying_shapes(every, users, tables(_with_rows(step, every)))
+        shapes = paying_shapes(every, users, step.walk_caps, tables(_with_rows(step, every)))
         steps: dict[Shape | None, StepConfig] = {
             shape: dataclasses.replace(step, shape=shape, walk_caps=()) for shape in shapes
         }

@@ -90,14 +90,15 @@ class Engine:
         def shapes(batch: int, prompt_rows: int) -> tuple[Shape, ...]:
             if not shaped:
                 return ()
+            depths = depth_caps(None, step.depth, priced)
             if prompt_rows:
                 every = shapes(batch, 0)
             else:
-                rows = config.row_counts(step.width, batch)
-                every = every_shape(rows, batch, depth_caps(None, step.depth, priced))
+                every = every_shape(config.row_counts(step.width, batch), batch, depths)
             if isinstance(config.cost_table, CostTables):
                 return every
-            return paying_shapes(every, batch, tables(batch, prompt_rows, with_rows(every)))
+            costs = tables(batch, prompt_rows, with_rows(every))
+            return paying_shapes(every, batch, depths, costs)
 
         def with_rows(shapes: tuple[Shape, ...]) -> StepConfig:
             return dataclasses.replace(step, buckets=tuple(shape.rows for shape in shapes))

@@ -70,12 +70,23 @@ def test_every_row_count_has_a_depth_that_leaves_a_choice():
     assert every_shape((20,), 10, (1,)) == (Shape(0, 10), Shape(1, 20))
 
 
+def paying(**prices):
+    return paying_shapes(every_shape((16, 32, 64), BATCH, DEPTHS), BATCH, DEPTHS, costs(**prices))
+
+
 def test_shapes_that_save_next_to_nothing_are_left_out():
     shapes = every_shape((16, 32, 64), BATCH, DEPTHS)
-    assert paying_shapes(shapes, BATCH, costs(a_row=0.0, drafting=0.0)) == extremes(shapes)
-    assert paying_shapes(shapes, BATCH, costs(a_row=0.02)) == shapes
-    # 64 rows cost 1.064 + 0.4; 32 rows walked as deep save 2 %, 16 rows walked to 3 save 13 %
-    assert paying_shapes(shapes, BATCH, costs(a_row=0.001)) == (*shapes[:2], shapes[3])
+    assert paying(a_row=0.0, drafting=0.0) == extremes(shapes)
+    assert paying(a_row=0.02) == shapes
+    # 64 rows cost 1.064 + 0.24; 32 rows walked as deep save 3 %, 16 rows walked to 3 save 9 %
+    assert paying(a_row=0.001, drafting=0.24) == (*shapes[:2], shapes[3])
+
+
+def test_a_walk_beyond_an_even_share_is_cut_where_it_is_dear():
+    deep, shallow = (paying(drafting=drafting)[1:3] for drafting in (0.4, 2.0))
+    assert deep == (Shape(3, 16), Shape(7, 32))
+    # 16 rows cost 1.32 + 1 walked once, 0.17 more for every position: two are above a tenth
+    assert shallow == (Shape(2, 16), Shape(3, 32))
 
 
 @pytest.mark.parametrize(
