@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.models.config import DenseConfig
+from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.pages import PagePool
 from dspark_jax.models.ragged import Mixed, Packed
 
@@ -42,7 +44,7 @@ DIGITS, BASE = 3, 256
 class ReplayedTargetConfig:
     """The target ``inner``, which says the text of ``blocks`` tokens. Its weights are inner's."""
 
-    inner: DenseConfig
+    inner: DenseConfig | DeepseekV4Config
     blocks: int
 
     @property
@@ -65,7 +67,7 @@ class ReplayedTargetConfig:
 class ReplayedDrafterConfig:
     """The drafter ``inner``, whose drafts and confidences follow the record."""
 
-    inner: DrafterConfig
+    inner: DrafterConfig | DeepseekV4DrafterConfig
     enable_confidence_head: bool = True
 
     @property
@@ -192,7 +194,8 @@ def commit_context(
 ) -> Any:
     """Inner's."""
     inner = config.inner
-    return inner.family.commit_context(inner, weights.inner, context, taps, slot, position)
+    with jax.named_scope("draft"):
+        return inner.family.commit_context(inner, weights.inner, context, taps, slot, position)
 
 
 def block_hidden(
@@ -205,14 +208,16 @@ def block_hidden(
 ) -> Float[Array, "S G D"]:
     """Inner's."""
     inner = config.inner
-    return inner.family.block_hidden(inner, weights.inner, embed, context, anchor, start)
+    with jax.named_scope("draft"):
+        return inner.family.block_hidden(inner, weights.inner, embed, context, anchor, start)
 
 
 def base_logits(
     config: ReplayedDrafterConfig, weights: ReplayedDrafterWeights, head: Array, hidden: Array
 ) -> Array:
     """Inner's."""
-    return config.inner.family.base_logits(config.inner, weights.inner, head, hidden)
+    with jax.named_scope("draft"):
+        return config.inner.family.base_logits(config.inner, weights.inner, head, hidden)
 
 
 def start_walk(config: ReplayedDrafterConfig, weights: ReplayedDrafterWeights, slots: int) -> Any:
@@ -233,7 +238,10 @@ def walk(
     blocks = weights.accepted.shape[0]
     if block is None:
         block = previous % blocks
-    bias, confidence, walking = inner.family.walk(inner, weights.inner, walking, hidden, previous)
+    with jax.named_scope("draft"):
+        bias, confidence, walking = inner.family.walk(
+            inner, weights.inner, walking, hidden, previous
+        )
     if bias is None:
         bias = jnp.zeros((previous.shape[0], inner.draft_vocab_size), jnp.float32)
     right = at < weights.accepted[block]

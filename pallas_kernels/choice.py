@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 _log = logging.getLogger(__name__)
 
 XLA = "xla"
+
+_PLAIN: ContextVar[frozenset[str]] = ContextVar("plain", default=frozenset())
+
+
+@contextlib.contextmanager
+def plain(*operations: str) -> Iterator[None]:
+    """Within, ``implementation=None`` takes xla for these operations, to compare whole programs.
+
+    What is traced within keeps it; no cache of traces knows of it, so a function that was traced
+    outside must be jitted anew.
+    """
+    token = _PLAIN.set(_PLAIN.get() | set(operations))
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
 
 
 def choose(
@@ -33,6 +51,8 @@ def choose(
     """
     if asked not in (None, XLA, kernel):
         raise ValueError(f'implementation is {asked!r}, wanted "{XLA}", "{kernel}" or None')
+    if asked is None and operation in _PLAIN.get():
+        return XLA
     wanted = automatic if asked is None else asked
     reason = obstacle() if wanted == kernel else None
     if asked is None:

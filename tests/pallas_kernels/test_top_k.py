@@ -138,6 +138,21 @@ def test_the_kernels_lower_for_hopper(lowered_for_hopper, name):
     assert lowered_for_hopper(run, scores, seen).count("xla.gpu.triton") == 3
 
 
+def test_a_loss_over_chosen_scores_lowers_where_the_choice_is_no_part_of_the_gradient(
+    lowered_for_hopper,
+):
+    """As in training a target: the kernels know no gradient, and a layer is computed again."""
+
+    @jax.checkpoint
+    def loss(scores, seen):
+        chosen = pallas_triton.top_k(jax.lax.stop_gradient(scores), seen, COUNT)
+        return jnp.take_along_axis(scores, chosen, axis=1).sum()
+
+    scores = jax.ShapeDtypeStruct((ROWS, ENTRIES), jnp.float32)
+    seen = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    assert "xla.gpu.triton" in lowered_for_hopper(jax.grad(loss), scores, seen)
+
+
 @pytest.mark.parametrize(
     ("scores", "count", "says"),
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -177,12 +178,13 @@ def _attend(
     _, query = project_query(target, stage.attention, x, turn)
     own = project_row(target, stage.attention, x, turn).astype(past.pool.dtype)
     block = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, width)
-    attended, _ = sparse_mla(
-        query,
-        past,
-        Selection(own.reshape(-1, width, own.shape[-1]), jnp.repeat(block, width, axis=0)),
-        sm_scale=target.head_dim**-0.5,
-        sinks=stage.attention.sink,
-        value_width=target.head_dim,
-    )
+    with jax.named_scope("sparse_attention"):
+        attended, _ = sparse_mla(
+            query,
+            past,
+            Selection(own.reshape(-1, width, own.shape[-1]), jnp.repeat(block, width, axis=0)),
+            sm_scale=target.head_dim**-0.5,
+            sinks=stage.attention.sink,
+            value_width=target.head_dim,
+        )
     return project_out(target, stage.attention, attended, turn)

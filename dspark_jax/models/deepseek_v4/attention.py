@@ -33,23 +33,29 @@ def attention(
     compressor, indexer = weights.compressor, weights.indexer
     ratio = 0 if compressor is None else compressor.ape.shape[0]
     turn = plan.turn_of(ratio)
-    query_low, query = project_query(config, weights, x, turn)
-    row = project_row(config, weights, x, turn)
+    with jax.named_scope("projections"):
+        query_low, query = project_query(config, weights, x, turn)
+        row = project_row(config, weights, x, turn)
     window, readable = ring.extend(plan.window, layer.window, plan.batch, row)
     entries, compressed, index = None, layer.compressed, layer.index
     if compressor is not None:
         assert compressed is not None
-        compressed = compress(config, compressor, compressed, plan, x)
+        with jax.named_scope("compressors"):
+            compressed = compress(config, compressor, compressed, plan, x)
         if indexer is None:
             chosen = all_entries(plan, ratio)
         else:
             assert index is not None
-            index = compress(config, indexer.compressor, index, plan, x)
+            with jax.named_scope("compressors"):
+                index = compress(config, indexer.compressor, index, plan, x)
             chosen = choose_entries(config, indexer, index.entries, plan, x, query_low)
         count = jnp.minimum(plan.ratios[ratio].seen, chosen.shape[1])
         entries = compressed.entries, plan.entry_rows(ratio, chosen), count
-    attended = _attend(config, weights, plan, query, readable, entries)
-    return project_out(config, weights, attended, turn), LayerCache(window, compressed, index)
+    with jax.named_scope("sparse_attention"):
+        attended = _attend(config, weights, plan, query, readable, entries)
+    with jax.named_scope("projections"):
+        out = project_out(config, weights, attended, turn)
+    return out, LayerCache(window, compressed, index)
 
 
 def project_query(

@@ -7,6 +7,7 @@ leaves the product as it is, and rounds both to FP4 or FP8, which is left out he
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -38,15 +39,18 @@ def choose_entries(
         query_low: normed low-rank query.
     """
     heads, width = config.index_n_heads, config.index_head_dim
-    query = linear(query_low, weights.query).reshape(-1, heads, width)
-    query = rotate_tail(query, for_heads(plan.turn_of(OVERLAPPING_RATIO)))
-    weight = linear(x, weights.head_weight, jnp.float32) * (heads * width) ** -0.5
+    with jax.named_scope("projections"):
+        query = linear(query_low, weights.query).reshape(-1, heads, width)
+        query = rotate_tail(query, for_heads(plan.turn_of(OVERLAPPING_RATIO)))
+        weight = linear(x, weights.head_weight, jnp.float32) * (heads * width) ** -0.5
     seen = plan.ratios[OVERLAPPING_RATIO].seen
     packed = plan.batch.packed
-    scores = packed.join(
-        indexer_logits(some, gate, keys, Batch(part.packed.row, plan.pages_of(part), shown))
-        for part, some, gate, shown in zip(
-            plan.batch.parts, *map(packed.split, (query, weight, seen)), strict=True
+    with jax.named_scope("indexer"):
+        scores = packed.join(
+            indexer_logits(some, gate, keys, Batch(part.packed.row, plan.pages_of(part), shown))
+            for part, some, gate, shown in zip(
+                plan.batch.parts, *map(packed.split, (query, weight, seen)), strict=True
+            )
         )
-    )
-    return top_k(scores, seen, config.index_topk)
+    with jax.named_scope("top_k"):
+        return top_k(scores, seen, config.index_topk)

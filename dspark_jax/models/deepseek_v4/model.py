@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -86,7 +87,8 @@ def unembed(
     config: DeepseekV4Config, weights: DeepseekV4Weights, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... V"]:
     """fp32 logits of final hidden states."""
-    return linear(hidden, weights.head, out_dtype=jnp.float32)
+    with jax.named_scope("head"):
+        return linear(hidden, weights.head, out_dtype=jnp.float32)
 
 
 def commit(
@@ -117,11 +119,14 @@ def _layer(
     streams: Float[Array, "T n D"],
 ) -> tuple[Float[Array, "T n D"], LayerCache]:
     """Attention, then experts, each between a read of the streams and a write to them."""
-    seen, gates = mhc.read(config, layer.attention_mix, streams)
-    normed = rms_norm(seen, layer.attention_norm, config.rms_norm_eps)
+    with jax.named_scope("streams"):
+        seen, gates = mhc.read(config, layer.attention_mix, streams)
+        normed = rms_norm(seen, layer.attention_norm, config.rms_norm_eps)
     attended, rows = attention(config, layer.attention, rows, plan, normed)
-    streams = mhc.write(gates, streams, attended)
-    seen, gates = mhc.read(config, layer.moe_mix, streams)
-    normed = rms_norm(seen, layer.moe_norm, config.rms_norm_eps)
+    with jax.named_scope("streams"):
+        streams = mhc.write(gates, streams, attended)
+        seen, gates = mhc.read(config, layer.moe_mix, streams)
+        normed = rms_norm(seen, layer.moe_norm, config.rms_norm_eps)
     fed = moe(config, layer.moe, normed, plan.batch.packed.tokens, plan.batch.real)
-    return mhc.write(gates, streams, fed), rows
+    with jax.named_scope("streams"):
+        return mhc.write(gates, streams, fed), rows

@@ -28,11 +28,12 @@ def moe(
         tokens: ids, which hash layers route by.
         real: rows that are no padding; the others are sent to no expert.
     """
-    ids, weight = route(config, weights, x, tokens)
-    ids = jnp.where(real[:, None], ids, -1)
-    limit = config.swiglu_limit
-    routed = routed_experts(x, ids, weight, weights.experts, limit=limit)
-    return routed + expert(x, weights.shared_gate_up, weights.shared_down, limit)
+    with jax.named_scope("experts"):
+        ids, weight = route(config, weights, x, tokens)
+        ids = jnp.where(real[:, None], ids, -1)
+        limit = config.swiglu_limit
+        routed = routed_experts(x, ids, weight, weights.experts, limit=limit)
+        return routed + expert(x, weights.shared_gate_up, weights.shared_down, limit)
 
 
 def route(
