@@ -106,7 +106,7 @@ def costs(policy: str):
 MAX_TOKENS = FIRST + 3
 
 
-def sample(config: StepConfig, runs: int = RUNS):
+def sample(config: StepConfig, runs: int):
     """So many independent batches of two requests, each batch with its own seeds."""
 
     def batch(seed):
@@ -184,7 +184,8 @@ def config(mode: str, policy: str = "lagged", **changes) -> StepConfig:
     [("compact", "lagged"), ("compact", "causal"), ("cap-accept", "lagged")],
 )
 def test_committed_tokens_have_the_targets_joint_distribution(mode, policy):
-    out = sample_once(config(mode, policy))
+    # what cap-accept commits is also held against what compact commits, below
+    out = sample_once(config(mode, policy), FEW_RUNS if mode == "cap-accept" else RUNS)
     step = np.arange(out.windows.shape[2])
     # a request's last steps are cut short by its token limit, not by the budget
     late = (step >= LAG + 2) & (step < out.steps[..., None] - 2)
@@ -216,11 +217,17 @@ def test_a_shape_leaves_the_targets_joint_distribution():
 
 
 def test_compact_and_cap_accept_commit_the_same_tokens_when_sampling():
-    compact, capped = sample_once(config("compact")), sample_once(config("cap-accept"))
-    assert (compact.tokens == capped.tokens).all()
-    assert (compact.windows == capped.windows).all()
-    assert (capped.accepted >= compact.accepted).all()
-    assert (capped.accepted > compact.accepted).any()
+    compact, capped = (
+        sample_once(config("compact"), RUNS),
+        sample_once(config("cap-accept"), FEW_RUNS),
+    )
+    tokens, windows, accepted = (
+        getattr(compact, name)[:FEW_RUNS] for name in ("tokens", "windows", "accepted")
+    )
+    assert (tokens == capped.tokens).all()
+    assert (windows == capped.windows).all()
+    assert (capped.accepted >= accepted).all()
+    assert (capped.accepted > accepted).any()
 
 
 def appendix_a(policy: str) -> float:
