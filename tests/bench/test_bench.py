@@ -67,36 +67,43 @@ def run(path, arms, **changes):
     return record
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """Three arms under two loads, as they stand in the file."""
-    path = tmp_path_factory.mktemp("bench") / "raw.json"
+ARMS = ("off", "compact", "cap-accept")
+
+
+def written_by(path, arms, **changes):
+    """What a run writes, as it stands in the file at each time."""
     written = []
-    run(path, ("off", "compact", "cap-accept"), tell=lambda _: written.append(path.read_text()))
+    run(path, arms, tell=lambda _: written.append(path.read_text()), **changes)
     return [json.loads(text) for text in written]
 
 
-def test_the_result_is_written_after_every_load_of_every_arm(measured):
-    assert [len(one["arms"]) for one in measured] == [1, 2, 3, 4, 5, 6]
-    names = [(arm["arm"], arm["concurrency"]) for arm in measured[-1]["arms"]]
-    assert names == [(arm, users) for arm in ("off", "compact", "cap-accept") for users in (1, 2)]
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Three arms under one load: another load is another engine to compile."""
+    return written_by(tmp_path_factory.mktemp("bench") / "raw.json", ARMS, concurrency=(USERS,))
+
+
+def test_the_result_is_written_after_every_load_of_every_arm(measured, tmp_path):
+    assert [len(one["arms"]) for one in measured] == [1, 2, 3]
+    assert [arm["arm"] for arm in measured[-1]["arms"]] == list(ARMS)
+    loads = written_by(tmp_path / "raw.json", ("off",))
+    assert [len(one["arms"]) for one in loads] == [1, 2]
+    assert [(arm["concurrency"], arm["requests"]) for arm in loads[-1]["arms"]] == [(1, 4), (2, 8)]
 
 
 def test_every_arm_answers_the_same_prompts_and_nothing_of_the_warm_up_counts(measured):
     arms = measured[-1]["arms"]
     columns = measured[-1]["answer_columns"]
     tokens, steps = columns.index("tokens"), columns.index("steps")
-    by_load = {users: [a for a in arms if a["concurrency"] == users] for users in (1, 2)}
-    for users, same in by_load.items():
-        assert len({str([row[:3] for row in arm["answers"]]) for arm in same}) == 1, "greedy"
-        for arm in same:
-            assert arm["requests"] == len(arm["answers"]) == 4 * users
-            assert arm["tokens"] == sum(row[tokens] for row in arm["answers"])
-            assert arm["metrics"]["generation_tokens_total"] == arm["tokens"]
-            assert arm["tokens_per_second"] == pytest.approx(arm["tokens"] / arm["seconds"])
-            taken = sum(row[steps] for row in arm["answers"])
-            assert arm["accepted_length"] == pytest.approx(arm["tokens"] / taken)
-    off, compact, _ = by_load[2]
+    assert len({str([row[:3] for row in arm["answers"]]) for arm in arms}) == 1, "greedy"
+    for arm in arms:
+        assert arm["requests"] == len(arm["answers"]) == 4 * USERS
+        assert arm["tokens"] == sum(row[tokens] for row in arm["answers"])
+        assert arm["metrics"]["generation_tokens_total"] == arm["tokens"]
+        assert arm["tokens_per_second"] == pytest.approx(arm["tokens"] / arm["seconds"])
+        taken = sum(row[steps] for row in arm["answers"])
+        assert arm["accepted_length"] == pytest.approx(arm["tokens"] / taken)
+    off, compact, _ = arms
     assert off["accepted_length"] == off["mean_window"] == 1
     assert compact["accepted_length"] > 1
     assert compact["ratio_to_off"] == compact["tokens_per_second"] / off["tokens_per_second"]
@@ -105,7 +112,8 @@ def test_every_arm_answers_the_same_prompts_and_nothing_of_the_warm_up_counts(me
 def test_mixed_traffic_stands_under_the_ceiling(measured):
     rows = measured[-1]["mixed_traffic"]
     assert [(row["concurrency"], row["workload"]) for row in rows] == [
-        (users, name) for users in (1, 2) for name in ("short", "long")
+        (USERS, "short"),
+        (USERS, "long"),
     ]
     arms = {(arm["arm"], arm["concurrency"]): arm for arm in measured[-1]["arms"]}
     for row in rows:
@@ -116,7 +124,7 @@ def test_mixed_traffic_stands_under_the_ceiling(measured):
 
 def test_bounds_from_within_stand_beside_what_cap_accept_saw(measured):
     found = measured[-1]["verdicts"]
-    assert [one["concurrency"] for one in found] == [1, 2]
+    assert [one["concurrency"] for one in found] == [USERS]
     arms = {(arm["arm"], arm["concurrency"]): arm for arm in measured[-1]["arms"]}
     for one in found:
         truth = arms["cap-accept", one["concurrency"]]
