@@ -17,11 +17,12 @@ from train.data import supervised_answer
 from train.shards import write_manifest, write_shard
 
 TEACHER = Path(__file__).parents[1] / "golden" / "llama_tiny"
+SHAPE = toy_config(vocab_size=160, num_hidden_layers=1)
 
 
 @pytest.fixture
 def config(tmp_path):
-    """A run of 20 steps, its teacher in the same folder."""
+    """A run of a few steps, its teacher in the same folder."""
     teacher = tmp_path / "teacher"
     shutil.copytree(TEACHER, teacher)
     words = {f"w{number}": number for number in range(160)}
@@ -30,7 +31,7 @@ def config(tmp_path):
     generator = np.random.default_rng(0)
     documents = [supervised_answer([20, 21], generator.integers(17, 150, 20)) for _ in range(8)]
     write_shard(tmp_path / "data", 0, documents)
-    shape = dataclasses.asdict(toy_config(vocab_size=160))
+    shape = dataclasses.asdict(SHAPE)
     lines = [f"{name} = {value}" for name, value in shape.items() if value is not None]
     path = tmp_path / "run.toml"
     path.write_text(
@@ -43,7 +44,7 @@ def config(tmp_path):
                 *lines,
                 "[training]",
                 f"output = {json.dumps(str(tmp_path / 'run'))}",
-                "steps = 20\nlearning_rate = 1e-2\nbatch_size = 8\nlog_every = 1",
+                "steps = 3\nlearning_rate = 1e-2\nbatch_size = 8\nlog_every = 1",
                 'dtype = "float32"',
             ]
         )
@@ -57,7 +58,7 @@ def test_a_run_writes_a_target_that_loads_and_the_same_run_again_is_refused(
     assert main(["pretrain", str(config)]) == 0
     assert f"target written to {tmp_path / 'run' / 'target'}" in capsys.readouterr().out
     target = load_target(tmp_path / "run" / "target", "float32")
-    assert target.config == toy_config(vocab_size=160)
+    assert target.config == SHAPE
     assert target.text.encode("w7") == [7]
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["training"]["optimizer"] == "adamw"
