@@ -87,6 +87,9 @@ AGING_RATE = 1 / 256
 Slower than in `schedule.survival`: what is tried again is tried for a whole dispatch.
 """
 
+UNDRAFTED_AGING_RATE = 1 / 1024
+"""The same in a step that drafted nothing: to try drafting again costs more than to walk deeper."""
+
 TYPICAL_RATE = 0.05
 """Weight of a step's mean confidences in those that a new request begins with."""
 
@@ -152,10 +155,10 @@ class ShapeChoice:
         """
         index, lane = _whole(slots), _whole(lanes)
         self._room[index], self._rows[index] = _whole(room), _whole(rows)
-        decision, done = report.outcome.decision, int(report.done)
+        decision = report.outcome.decision
         assert decision is not None, "only modes that draft have shapes"
-        taken = np.asarray(report.outcome.count)[:done, lane] > 0
-        confidence = np.asarray(decision.confidence)[:done, lane]
+        taken = np.asarray(report.outcome.count)[:, lane] > 0
+        confidence = np.asarray(decision.confidence)[:, lane]
         depth = int(np.asarray(decision.depth)[0])
         self._held.append(_Measured(index, taken, confidence, depth))
         # The next dispatch to be planned begins two steps later at least: one is in flight.
@@ -169,18 +172,19 @@ class ShapeChoice:
     def _remember(self, measured: _Measured) -> None:
         """As `schedule.survival.remember`, for the steps of a dispatch at once."""
         depth, taken = measured.depth, measured.taken
+        aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
         confidence = measured.confidence[..., :depth]
         anybody = taken.any(axis=1)
         counts = np.maximum(taken.sum(axis=1, dtype=np.float32), 1.0)
         means = np.einsum("nl,nlg->ng", taken.astype(np.float32), confidence) / counts[:, None]
         kept, weight = _running(anybody[:, None], TYPICAL_RATE)
         self._typical[:depth] = kept * self._typical[:depth] + weight[:, 0] @ means
-        self._typical[depth:] = _aged(self._typical[depth:], anybody.sum())
+        self._typical[depth:] = _aged(self._typical[depth:], anybody.sum(), aging)
 
         known = self._known[:, measured.slots]
         kept, weight = _running(taken, self._step.smoothing)
         known[:depth] = kept * known[:depth] + np.einsum("nl,nlg->gl", weight, confidence)
-        known[depth:] = _aged(known[depth:], taken.sum(axis=0))
+        known[depth:] = _aged(known[depth:], taken.sum(axis=0), aging)
         self._known[:, measured.slots] = known
 
     def choose(
@@ -232,9 +236,9 @@ def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
     return 1.0 - weight.sum(axis=0), weight
 
 
-def _aged(known: np.ndarray, steps: np.ndarray) -> np.ndarray:
+def _aged(known: np.ndarray, steps: np.ndarray, rate: float) -> np.ndarray:
     """What is known after so many steps that did not measure it."""
-    return 1.0 - (1.0 - known) * (1.0 - AGING_RATE) ** steps
+    return 1.0 - (1.0 - known) * (1.0 - rate) ** steps
 
 
 def _best_sums(survival: np.ndarray) -> Callable[[int, int], float]:

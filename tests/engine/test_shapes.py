@@ -184,9 +184,9 @@ def test_confidences_are_a_running_mean_and_what_is_not_walked_is_trusted_again_
     found = choice._known[:, 0]
     assert found[0] == pytest.approx(0.2, abs=0.01)
     assert 0.6 < found[1] == found[2] < 0.615
-    for _ in range(60):
+    for _ in range(240):  # drafting is tried again later than a deeper walk
         choice.learn([0], [0], report(*[low] * 8, depth=0), [9], [9])
-    assert choice._known[:, 0].min() > 0.85
+    assert 0.85 < choice._known[:, 0].min() < 0.9
 
 
 def test_a_new_request_is_taken_for_a_typical_one():
