@@ -1,5 +1,6 @@
 """Settings of the whole suite: exact fp32 products, quick compilation, a cache of its results."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -26,6 +27,28 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def collect_garbage() -> None:
+    """Find garbage among what is new, and never search again what was kept.
+
+    Compiled programs and their traces stay, and the more there are the longer a search takes: a
+    twentieth of the suite's time at the usual thresholds.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    gc.set_threshold(20_000, 20, 100)
+    collect_garbage()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        collect_garbage()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
