@@ -108,20 +108,38 @@ def forgetful_text() -> Text:
     return words_text(TEMPLATE.replace("message['content'] + ", kept))
 
 
-@pytest.fixture
-def tiny_run(tmp_path: Path) -> TrainConfig:
-    """The shipped tiny config, with data and output in a temporary folder."""
+def make_tiny_run(folder: Path) -> TrainConfig:
+    """The shipped tiny config with data and output in ``folder``; one checkpoint, at the end."""
     generator = np.random.default_rng(0)
     documents = [
         supervised_answer(generator.integers(17, 150, 4), generator.integers(17, 150, size))
         for size in generator.integers(12, 30, 21)
     ]
-    data = tmp_path / "data"
+    data = folder / "data"
     write_manifest(data, {"target": "tests/golden/llama_tiny", "template_sha256": ""})
     write_shard(data, 0, documents)
     config = read_config(ROOT / "configs" / "tiny.toml", TrainConfig)
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, folders=(str(data),)),
-        training=dataclasses.replace(config.training, output=str(tmp_path / "run")),
+        training=dataclasses.replace(config.training, output=str(folder / "run"), save_every=100),
     )
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> TrainConfig:
+    """The tiny run in a temporary folder."""
+    return make_tiny_run(tmp_path)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations and calibrations without diagrams, which take longer than all else in them."""
+    monkeypatch.setattr("train.evaluate.draw_figures", lambda *_: None)
+    monkeypatch.setattr("train.calibrate.draw_reliability", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module")
+def shared_tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The tiny run in a folder that lasts for a module."""
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))

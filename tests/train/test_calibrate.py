@@ -44,7 +44,7 @@ def prompts(tmp_path_factory):
 
 
 @pytest.fixture
-def job(tmp_path, prompts):
+def job(tmp_path, prompts, undrawn):
     return CalibrateConfig(
         target=TargetSection("chatty"),
         drafter=PairedDrafter("chatty-drafter"),
@@ -236,10 +236,11 @@ def test_records_given_twice_count_once_and_it_is_said(job, recorded, tmp_path):
     ],
 )
 def test_records_that_do_not_belong_are_refused(job, recorded, tmp_path, change, message):
-    file = recorded[1] / "records-T1.jsonl"
-    records = read_records(file)
-    odd = tmp_path / "odd.jsonl"
-    write_records(odd, Records(dataclasses.replace(records.source, **change), records.answers))
+    records = read_records(recorded[1] / "records-T1.jsonl")
+    file, odd = tmp_path / "even.jsonl", tmp_path / "odd.jsonl"
+    for path, changes in ((file, {}), (odd, change)):
+        source = dataclasses.replace(records.source, **changes)
+        write_records(path, Records(source, records.answers[:40]))
     with pytest.raises(ValueError, match=r"odd\.jsonl: " + message):
         run_calibration(from_files(job, tmp_path, file, odd))
     assert not (tmp_path / "refit").exists()

@@ -108,31 +108,32 @@ def test_a_run_measures_every_set_and_draws_it(pair, job, capsys):
     assert "ECE after STS" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.usefixtures("listening_to_ctrl_c")
+@pytest.mark.usefixtures("listening_to_ctrl_c", "undrawn")
 def test_a_stopped_run_resumes_bit_for_bit_and_makes_no_answer_twice(
-    pair, job, tmp_path, monkeypatch, number
+    pair, job, tmp_path, monkeypatch
 ):
     small = at(job, tmp_path / "whole", teacher_forced=False)
     run_evaluation(small, *pair)
-    broken = at(small, tmp_path / "broken")
-    add, added = module.Journal.add, []
+    add = module.Journal.add
+    for number in (signal.SIGTERM, signal.SIGINT):
+        broken, added = at(small, tmp_path / f"broken-{number}"), []
 
-    def counted(journal, key, done):
-        add(journal, key, done)
-        added.append(key)
-        if len(added) == 2:
-            os.kill(os.getpid(), number)
+        def counted(journal, key, done, number=number, added=added):
+            add(journal, key, done)
+            added.append(key)
+            if len(added) == 2:
+                os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(module.Journal, "add", counted)
-    with Stop() as stop, pytest.raises(Stopped):
-        run_evaluation(broken, *pair, stop=stop)
-    assert 2 <= len(added) < 5
-    run_evaluation(broken, *pair, resume=True)
-    assert len(added) == len(set(added)) == 5
-    assert report_of(tmp_path / "broken") == report_of(tmp_path / "whole")
+        monkeypatch.setattr(module.Journal, "add", counted)
+        with Stop() as stop, pytest.raises(Stopped):
+            run_evaluation(broken, *pair, stop=stop)
+        assert 2 <= len(added) < 5
+        run_evaluation(broken, *pair, resume=True)
+        assert len(added) == len(set(added)) == 5
+        assert report_of(broken.evaluation.output) == report_of(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_another_config_does_not_continue_a_run(pair, job, tmp_path):
     small = at(job, tmp_path / "run", teacher_forced=False)
     run_evaluation(small, *pair)
@@ -146,6 +147,7 @@ def test_another_config_does_not_continue_a_run(pair, job, tmp_path):
         run_evaluation(small, *pair, resume=True)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_tables_of_tokens_are_measured_like_any_pair_and_their_acceptance_is_known(job, tmp_path):
     """p is uniform over 8 tokens, q over 6 of them: a draft is accepted with 6/8, always."""
     vocabulary, width = 8, 3
@@ -200,6 +202,7 @@ class Letters:
         return "".join(map(str, ids))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_data_folder_is_measured_teacher_forced(pair, job, tiny_run):
     folder = Path(tiny_run.data.folders[0])
     manifest = json.loads((folder / "manifest.json").read_text()) | {"temperature": 1.0}

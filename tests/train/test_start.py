@@ -23,12 +23,12 @@ def loaded(folder, target):
     return load_drafter(folder, (target.config, target.weights))
 
 
-@pytest.fixture
-def headless(tiny_run, tiny_target, tmp_path):
+@pytest.fixture(scope="module")
+def headless(shared_tiny_run, tiny_target, tmp_path_factory):
     """A short run of a drafter without confidence head."""
-    section = dataclasses.replace(tiny_run.drafter, enable_confidence_head=False)
-    run = dataclasses.replace(tiny_run, drafter=section)
-    return trained(run, tmp_path / "headless", tiny_target, steps=2)
+    section = dataclasses.replace(shared_tiny_run.drafter, enable_confidence_head=False)
+    run = dataclasses.replace(shared_tiny_run, drafter=section)
+    return trained(run, tmp_path_factory.mktemp("headless"), tiny_target, steps=2)
 
 
 def test_a_confidence_head_is_added_and_all_else_stays_to_the_bit(

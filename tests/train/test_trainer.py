@@ -43,7 +43,10 @@ def stop_after(monkeypatch, steps, number=signal.SIGTERM):
 def test_a_run_that_is_stopped_and_resumed_equals_an_unbroken_one(
     tiny_run, tiny_target, tmp_path, monkeypatch
 ):
-    unbroken, broken = at(tiny_run, tmp_path / "unbroken"), at(tiny_run, tmp_path / "broken")
+    often = dataclasses.replace(
+        tiny_run, training=dataclasses.replace(tiny_run.training, save_every=5)
+    )
+    unbroken, broken = at(often, tmp_path / "unbroken"), at(often, tmp_path / "broken")
     assert run_training(unbroken, tiny_target)
     with monkeypatch.context() as patch:
         stop_after(patch, 7)
