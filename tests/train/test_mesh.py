@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,16 +15,19 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from dspark_jax.checkpoints.drafter import load_drafter
+from train import trainer
+from train.checkpointing import Checkpoints
+from train.initialize import drafter_config
 from train.mesh import MeshSection, ShardingRules, training_mesh, weight_shardings
+from train.step import initial_state
 from train.trainer import run_training
 
 ROOT = Path(__file__).parents[2]
 
 
-def written(run, path, output, **mesh):
-    """``run`` as a TOML file, with another output folder and mesh."""
+def written(run, path, **mesh):
+    """``run`` as a TOML file, with another mesh."""
     tables = dataclasses.asdict(run)
-    tables["training"] |= {"output": str(output)}
     tables["mesh"] |= mesh
     lines = []
     for name, table in tables.items():
@@ -34,10 +38,10 @@ def written(run, path, output, **mesh):
     return path
 
 
-def start(config, devices, *options):
-    script = str(Path(__file__).with_name("on_devices.py"))
+def start(*arguments):
+    script = Path(__file__).with_name("on_devices.py")
     return subprocess.Popen(
-        [sys.executable, script, str(config), "--devices", str(devices), *map(str, options)],
+        [sys.executable, *map(str, (script, *arguments))],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -73,24 +77,46 @@ def assert_same_run(found, expected, target):
 
 @pytest.fixture
 def run(tiny_run):
-    training = dataclasses.replace(tiny_run.training, batch_size=8, steps=6, save_every=100)
+    training = dataclasses.replace(tiny_run.training, batch_size=8, steps=6)
     return dataclasses.replace(tiny_run, training=training)
 
 
-def test_eight_devices_begin_and_two_processes_finish_the_run_of_one(run, tiny_target, tmp_path):
-    """Weights are sharded, then whole; neither process holds logits of the whole vocabulary."""
+def last_state(run, target):
+    """What the last checkpoint of a run holds, on one device."""
+    saved = Checkpoints(Path(run.training.output) / "checkpoints")
+    assert saved.latest == run.training.steps
+    state, _ = saved.restore(initial_state(run, drafter_config(run.drafter, target)))
+    saved.close()
+    return state
+
+
+def test_eight_devices_of_two_processes_finish_what_one_began(
+    run, tiny_target, tmp_path, monkeypatch
+):
+    """Weights and rows of the vocabulary are spread: no process holds logits of all of it."""
     assert run_training(run, tiny_target)
-    output = tmp_path / "many"
-    eight = written(run, tmp_path / "8.toml", output, vocabulary=2, shard_weights=True)
-    finish(start(eight, 8, "--stop-after", 3))
-    assert len(figures(output)) == 3
-    pair = written(run, tmp_path / "pair.toml", output, vocabulary=2)
+    section = dataclasses.replace(run.training, output=str(tmp_path / "many"))
+    many = dataclasses.replace(run, training=section)
+    step, taken = trainer.train_step, iter(range(1, 1000))
+
+    def interrupted(*arguments):
+        if next(taken) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", interrupted)
+        assert not run_training(many, tiny_target)
+    assert len(figures(section.output)) == 3
+    config = written(many, tmp_path / "many.toml", vocabulary=2, shard_weights=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = ("--resume", "--vocabulary-rows", tiny_target.config.vocab_size // 2)
-    finish(*(start(pair, 2, "--process", index, 2, port, *options) for index in range(2)))
-    assert_same_run(output, run.training.output, tiny_target)
+    rows = tiny_target.config.vocab_size // 2
+    finish(*(start(config, 4, index, 2, port, rows) for index in range(2)))
+    assert_same_run(section.output, run.training.output, tiny_target)
+    found, expected = (last_state(one, tiny_target) for one in (many, run))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
 def test_a_mesh_that_is_not_the_devices_is_refused_naming_both():
