@@ -30,8 +30,9 @@ def fit(request):
 
 @pytest.fixture(scope="module")
 def fitted(fit, synthetic):
-    """What a fit makes of many blocks."""
-    return fit(synthetic(TRUE, 60_000))
+    """What a fit makes of many blocks; the best of a grid scatters more than a smooth minimum."""
+    smooth = fit in (FITS["nll"], FITS["brier"])
+    return fit(synthetic(TRUE, 30_000 if smooth else 60_000))
 
 
 def test_known_temperatures_are_recovered(fitted):
@@ -104,12 +105,12 @@ def test_labels_of_one_kind_give_temperatures_inside_the_range(fit, accepted):
 
 def test_positions_without_a_label_do_not_move_the_fit(fit, synthetic):
     """Cut blocks are all rejections behind the cut; as labels they would pull down."""
-    whole = synthetic(TRUE, 15_000)
-    extra = synthetic(TRUE, 15_000, seed=2)
+    whole = synthetic(TRUE, 8000)
+    extra = synthetic(TRUE, 8000, seed=2)
     cut = VerifiedBlocks(
         np.concatenate([whole.logits, extra.logits]),
         np.concatenate([whole.accepted, np.minimum(extra.accepted, 1)]),
-        np.concatenate([whole.verified, np.ones(15_000, int)]),
+        np.concatenate([whole.verified, np.ones(8000, int)]),
     )
     np.testing.assert_allclose(fit(cut).temperatures[1:], TRUE[1:], rtol=0.25)
 

@@ -307,7 +307,7 @@ def test_completions_are_announced_once_each(oracle):
 
 @pytest.mark.parametrize("mode", ["off", "compact"])
 def test_nothing_is_traced_after_warm_up(mode):
-    fresh = session(mode=mode, batch=3, max_context=160, buckets=None)
+    fresh = session(mode=mode, batch=3, max_context=160, buckets=(3, 15))
     kinds = ({}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "logprobs": 3})
     for kind in kinds:
         fresh.warmup(SamplingParams(**kind))
@@ -441,13 +441,14 @@ def test_any_depth_up_to_the_trained_block_is_lossless(k):
 
 
 def test_the_biased_policy_needs_consent_only_where_it_is_biased():
-    unapproved = session(policy="fresh")
+    short = {"policy": "fresh", "k": 1, "buckets": (4,)}
+    unapproved = session(**short)
     assert unapproved.generate([ask(0, 3)])[0].token_ids == (1, 2, 3)
     with pytest.raises(ValueError, match="allow_biased"):
         unapproved.generate([ask(0, 3), ask(0, 3, temperature=0.5)])
-    approved = session(policy="fresh", allow_biased=True)
+    approved = session(allow_biased=True, **short)
     assert len(approved.generate([ask(0, 3, temperature=0.5)])[0].token_ids) == 3
-    assert session(policy="fresh", mode="static").generate([ask(0, 3, temperature=0.5)])
+    assert session(mode="static", **short).generate([ask(0, 3, temperature=0.5)])
 
 
 def test_without_a_tokenizer_text_is_refused_and_token_ids_work():
