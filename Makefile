@@ -3,6 +3,8 @@
 demo: .venv/demo.stamp
 	@.venv/bin/dspark demo
 
+# Bytecode of what is imported is kept for the next process, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/test.stamp
 	@.venv/bin/python -m pytest -n 2 --dist worksteal
 
