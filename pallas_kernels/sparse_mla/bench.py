@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +24,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kv_quant import V3_2, V4, empty_pages, write
-from pallas_kernels.sparse_mla import mosaic_gpu, reference
+from pallas_kernels.sparse_mla import mosaic_gpu, pair_tokens, reference
 from pallas_kernels.sparse_mla.selection import Selection
-from pallas_kernels.sparse_mla.shapes import SHAPES, Shape
+from pallas_kernels.sparse_mla.shapes import SHAPES, VERIFY, Shape
+from pallas_kernels.sparse_mla.tiling import layout_of_pairs
 
 CALLS = 10
 SAMPLES = 7
@@ -51,6 +54,15 @@ def implementations(shape: Shape, sm_scale: float) -> dict[str, tuple[str, Atten
     """The kind of pools and a call of each way to run the shape."""
     run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=sm_scale)
     found: dict[str, tuple[str, Attend]] = {"mosaic": ("bf16", run), "mosaic fp8": ("fp8", run)}
+    if shape.requests:
+        pairs = pair_tokens(requests_of(shape), shape.requests)
+        for ahead in (1, 2):
+            together = functools.partial(run, pairs=pairs, share="tokens", ahead=ahead)
+            found[f"fp8 pairs, {ahead} ahead"] = "fp8", together
+    if shape.heads % (2 * mosaic_gpu.HEADS) == 0:
+        for ahead in (1, 2):
+            together = functools.partial(run, share="heads", ahead=ahead)
+            found[f"fp8 heads, {ahead} ahead"] = "fp8", together
     if shape.tokens <= 8:
         found["mosaic unsplit"] = "bf16", functools.partial(run, splits=1)
         xla = functools.partial(reference.sparse_mla, value_width=mosaic_gpu.VALUE_WIDTH)
@@ -58,20 +70,65 @@ def implementations(shape: Shape, sm_scale: float) -> dict[str, tuple[str, Atten
     return found
 
 
+def requests_of(shape: Shape) -> jax.Array:
+    """Whose each token is."""
+    window = shape.tokens // shape.requests
+    return jnp.repeat(jnp.arange(shape.requests, dtype=jnp.int32), window)
+
+
 def operands(shape: Shape, seed: int) -> Operands:
-    """Random queries, pools and full lists of random rows; NaN in the rows that nobody lists."""
+    """Random queries, pools and full lists; NaN in the rows that nobody lists.
+
+    Lists are random, or those of requests (`best_rows`, `window_rows`).
+    """
     keys = iter(jax.random.split(jax.random.key(seed), 8))
+    rng = np.random.default_rng(seed)
     selections = []
     for entries in filter(None, (shape.keys, shape.extra)):
-        ids = jax.random.randint(next(keys), (shape.tokens, entries), 0, PAGES * PAGE)
-        listed = jnp.zeros(PAGES * PAGE, bool).at[ids].set(True)
-        pool = jax.random.normal(next(keys), (PAGES * PAGE, shape.width), jnp.bfloat16)
+        order, pages = None, PAGES
+        if not shape.requests:
+            ids = jax.random.randint(next(keys), (shape.tokens, entries), 0, pages * PAGE)
+        else:
+            make = window_rows if entries == shape.keys and shape.extra else best_rows
+            places, pages = make(shape, entries, rng)
+            table = rng.permutation(pages)
+            ids = jnp.asarray(table[places // PAGE] * PAGE + places % PAGE, jnp.int32)
+            order = jnp.asarray(places, jnp.int32)
+        listed = jnp.zeros(pages * PAGE, bool).at[ids].set(True)
+        pool = jax.random.normal(next(keys), (pages * PAGE, shape.width), jnp.bfloat16)
         pool = jnp.where(listed[:, None], pool, jnp.nan)
-        selections.append(Selection(pool.reshape(PAGES, PAGE, -1), ids))
+        selections.append(Selection(pool.reshape(pages, PAGE, -1), ids, order=order))
     rows = (shape.tokens, shape.heads, shape.width)
     # Scores of variance 4: some keys matter more than others.
     query = 2 * jax.random.normal(next(keys), rows, jnp.bfloat16)
     return query, tuple(selections), jax.random.normal(next(keys), (shape.heads,))
+
+
+def window_rows(shape: Shape, entries: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Ascending places of windows, each one row past the one before, and pages that hold them."""
+    window = shape.tokens // shape.requests
+    pages = -(-(entries + window + PAGE) // PAGE)
+    begin = np.arange(shape.requests) * pages * PAGE + rng.integers(0, PAGE, shape.requests)
+    first = (begin[:, None] + np.arange(window)).reshape(-1, 1)
+    return first + np.arange(entries), shape.requests * pages
+
+
+def best_rows(shape: Shape, entries: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Ascending places of the best of four times as many rows, and pages that hold them.
+
+    From a token of a request to the next 5 to 15 % of them are replaced.
+    """
+    window, rows = shape.tokens // shape.requests, 4 * entries
+    found = np.empty((shape.requests, window, entries), np.int64)
+    for request in range(shape.requests):
+        order = rng.permutation(rows)
+        for token in range(window):
+            found[request, token] = np.sort(order[:entries])
+            out = rng.choice(entries, int(entries * rng.uniform(0.05, 0.15)), replace=False)
+            others = entries + rng.choice(rows - entries, len(out), replace=False)
+            order[out], order[others] = order[others], order[out]
+    found += (np.arange(shape.requests) * rows)[:, None, None]
+    return found.reshape(shape.tokens, entries), shape.requests * rows // PAGE
 
 
 @jax.jit
@@ -81,7 +138,7 @@ def quantised(selection: Selection) -> Selection:
     layout = V3_2 if width == V3_2.width else V4
     rows = selection.pool.reshape(pages * page, width)
     pool = write(empty_pages(pages, page, layout), jnp.arange(len(rows)), rows, layout, page)
-    return Selection(pool, selection.indices, page_size=page)
+    return Selection(pool, selection.indices, page_size=page, order=selection.order)
 
 
 @functools.partial(jax.jit, static_argnames="sm_scale")
@@ -97,9 +154,17 @@ def wide(query: jax.Array, selections: Any, sinks: jax.Array, sm_scale: float) -
 def expected(case: Operands, sm_scale: float) -> tuple[jax.Array, jax.Array]:
     """Results of the last tokens in fp32, computed on the CPU."""
     query, selections, sinks = case
-    last = slice(-CHECKED_TOKENS, None)
-    few = tuple(dataclasses.replace(s, indices=s.indices[last]) for s in selections)
-    return wide(*jax.device_put((query[last], few, sinks), jax.devices("cpu")[0]), sm_scale)
+    few = tuple(map(last_lists, selections))
+    last = query[-CHECKED_TOKENS:]
+    return wide(*jax.device_put((last, few, sinks), jax.devices("cpu")[0]), sm_scale)
+
+
+@jax.jit
+def last_lists(selection: Selection) -> Selection:
+    """The lists of the last tokens, and a pool of nothing but their rows, as numbers."""
+    rows = selection.rows()[-CHECKED_TOKENS:]
+    keys = jax.vmap(lambda row: selection.keys(row, jnp.bfloat16))(rows)
+    return Selection(keys, jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape))
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:
@@ -117,8 +182,7 @@ def program(attend: Attend, estimate: float) -> tuple[Callable[..., Any], int]:
         def calls(_: int, result: Any) -> Any:
             for _ in range(CALLS):
                 shift = (result[1][0, 0] > 1e30).astype(jnp.int32)  # never: scores are small
-                moved = [dataclasses.replace(s, indices=s.indices + shift) for s in selections]
-                result = attend(query, tuple(moved), sinks)
+                result = attend(query, moved(selections, shift), sinks)
             return result
 
         tokens, heads, _ = query.shape
@@ -126,6 +190,47 @@ def program(attend: Attend, estimate: float) -> tuple[Callable[..., Any], int]:
         return jax.lax.fori_loop(0, repeats, calls, (out, jnp.zeros((tokens, heads))))
 
     return run, CALLS * repeats
+
+
+def moved(selections: tuple[Selection, ...], shift: jax.Array) -> tuple[Selection, ...]:
+    """Lists that no compiler knows to be the same in every turn of a loop."""
+
+    def by_shift(values: jax.Array | None) -> jax.Array | None:
+        return None if values is None else values + shift
+
+    return tuple(
+        dataclasses.replace(s, indices=s.indices + shift, order=by_shift(s.order))
+        for s in selections
+    )
+
+
+def measure_union(shape: Shape, selections: tuple[Selection, ...]) -> dict[str, Any]:
+    """Median µs of merging the lists of pairs, which the times of pairs hold too."""
+    pairs = pair_tokens(requests_of(shape), shape.requests)
+
+    @jax.jit
+    def run(selections: Any) -> jax.Array:
+        def call(_: int, shift: jax.Array) -> jax.Array:
+            lists = layout_of_pairs(moved(selections, shift), pairs)[:3]
+            lowest = jnp.stack([jnp.minimum(x.min(), 0) for x in lists])
+            return lowest.sum() + 2  # -1 - 1 + 0 + 2: as before
+
+        return jax.lax.fori_loop(0, 10 * CALLS, call, jnp.int32(0))
+
+    jax.block_until_ready(run(selections))
+    samples = []
+    for _ in range(SAMPLES):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(selections))
+        samples.append(time.perf_counter() - begin)
+    rows, _, tiles, _ = jax.jit(layout_of_pairs)(selections, pairs)
+    lists = sum(s.indices.size for s in selections)
+    return {
+        "us": statistics.median(samples) / (10 * CALLS) * 1e6,
+        "rows_of_lists": float((rows >= 0).sum()) / lists,
+        "tiles": int(tiles.sum()),
+        "failed": "",
+    }
 
 
 def measure_ours(
@@ -172,21 +277,21 @@ class FlashMLA:
         torch.ops.load_library(str(library))
         self.ops = torch.ops._flashmla_C
 
-    def runs(self, shape: Shape, sm_scale: float) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Name and a call of each kernel that takes the shape."""
+    def runs(
+        self, shape: Shape, selections: tuple[Selection, ...], sm_scale: float
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Name and a call of each kernel that takes the shape, over the same lists."""
         torch, device = self.torch, "cuda"
         query = 2 * torch.randn(shape.tokens, shape.heads, shape.width, device=device)
         query = query.bfloat16()
-        keys = shape.keys + shape.extra
-        rows = PAGES * PAGE
-
-        def listed(entries: int, count: int) -> Any:
-            return torch.randint(count, (shape.tokens, 1, entries), device=device).int()
-
-        if keys % 128 == 0:
-            pools = 2 if shape.extra else 1
-            kv = torch.randn(pools * rows, 1, shape.width, device=device).bfloat16()
-            ids = listed(keys, pools * rows)
+        rows = [s.pool.shape[0] * PAGE for s in selections]
+        lists = [
+            torch.from_numpy(np.array(s.indices, np.int32)).to(device)[:, None] for s in selections
+        ]
+        if sum(s.indices.shape[1] for s in selections) % 128 == 0:
+            kv = torch.empty(sum(rows), 1, shape.width, device=device, dtype=torch.bfloat16)
+            kv.normal_()
+            ids = torch.cat([lists[0], *(ids + rows[0] for ids in lists[1:])], dim=2)
             yield (
                 "flashmla bf16",
                 lambda: self.ops.sparse_prefill_fwd(
@@ -195,13 +300,14 @@ class FlashMLA:
             )
         width = {576: 656, 512: 584}[shape.width]
 
-        def cache() -> Any:
+        def cache(count: int) -> Any:
             # Bytes below 0x40 are finite e4m3 numbers, small scales and small bf16 numbers.
-            return torch.randint(64, (PAGES, PAGE, 1, width), device=device).to(torch.uint8)
+            size = (count // PAGE, PAGE, 1, width)
+            return torch.randint(64, size, device=device, dtype=torch.uint8)
 
         rows_of_one = query[:, None]
-        first = cache(), listed(shape.keys, rows)
-        extra = (cache(), listed(shape.extra, rows), None) if shape.extra else (None, None, None)
+        first = cache(rows[0]), lists[0]
+        extra = (cache(rows[1]), lists[1], None) if len(rows) > 1 else (None, None, None)
         plan: list[Any] = [None, None]
 
         def decode() -> Any:
@@ -213,6 +319,10 @@ class FlashMLA:
             return out
 
         yield "flashmla fp8", decode
+
+    def measure(self, call: Callable[[], Any]) -> dict[str, Any]:
+        """A row's figures."""
+        return {"us": self.microseconds(call), "failed": ""}
 
     def microseconds(self, call: Callable[[], Any]) -> float:
         """Median time of a call among those of one graph."""
@@ -244,9 +354,9 @@ class FlashMLA:
         return statistics.median(samples)
 
 
-def measure(name: str, seed: int, peer: FlashMLA | None) -> Iterator[dict[str, Any]]:
+def measure(name: str, seed: int, peer: FlashMLA | None, chosen: str) -> Iterator[dict[str, Any]]:
     """A row for each implementation at the shape; a failure is a row too."""
-    shape = SHAPES[name]
+    shape = (SHAPES | VERIFY)[name]
     sm_scale = shape.width**-0.5
     limits = floors(shape)
     estimate = 50 + 2 * limits["product_us"]
@@ -254,19 +364,22 @@ def measure(name: str, seed: int, peer: FlashMLA | None) -> Iterator[dict[str, A
     query, selections, sinks = numbers
     cases = {"bf16": numbers, "fp8": (query, tuple(map(quantised, selections)), sinks)}
     want = {kind: expected(case, sm_scale) for kind, case in cases.items()}
-    for variant, (kind, attend) in implementations(shape, sm_scale).items():
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        variant: functools.partial(measure_ours, attend, cases[kind], want[kind], estimate)
+        for variant, (kind, attend) in implementations(shape, sm_scale).items()
+    }
+    if shape.requests:
+        calls["lists of pairs"] = functools.partial(measure_union, shape, selections)
+    if peer:
+        for variant, call in peer.runs(shape, selections, sm_scale):
+            calls[variant] = functools.partial(peer.measure, call)
+    for variant, call in calls.items():
+        if not re.search(chosen, variant):
+            continue
         row: dict[str, Any] = {"shape": name, "implementation": variant}
         try:
-            row |= measure_ours(attend, cases[kind], want[kind], estimate)
+            row |= call()
         except Exception as error:  # one variant must not cost the others their numbers
-            row["failed"] = brief(error)
-        yield row | limits
-    for variant, call in peer.runs(shape, sm_scale) if peer else ():
-        row = {"shape": name, "implementation": variant}
-        try:
-            row["us"] = peer.microseconds(call) if peer else None
-            row["failed"] = ""
-        except Exception as error:  # as above
             row["failed"] = brief(error)
         yield row | limits
 
@@ -283,7 +396,8 @@ def main() -> int:
     parser.add_argument("--flashmla", type=Path, help="_flashmla_C.abi3.so, to measure against")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
     parser.add_argument("--seconds", type=float, default=120.0, help="start no shape after these")
-    parser.add_argument("--only", default="", help="shapes whose name holds this")
+    parser.add_argument("--only", default="", help="shapes in whose name this is found (regex)")
+    parser.add_argument("--choose", default="", help="implementations, in the same way")
     options = parser.parse_args()
 
     began = time.perf_counter()
@@ -292,14 +406,14 @@ def main() -> int:
     peer = FlashMLA(options.flashmla) if options.flashmla else None
     rows: list[dict[str, Any]] = []
     print(f"{device}, jax {jax.__version__}, seed {options.seed}")
-    print(f"{'shape':30}{'implementation':16}{'us':>8}{'TFLOP/s':>9}{'error':>10}{'lse':>10}")
-    for name in SHAPES:
-        if options.only not in name:
+    print(f"{'shape':30}{'implementation':20}{'us':>8}{'TFLOP/s':>9}{'error':>10}{'lse':>10}")
+    for name in SHAPES | VERIFY:
+        if not re.search(options.only, name):
             continue
         if time.perf_counter() - began > options.seconds:
             rows.append({"shape": name, "skipped": "out of time"})
             continue
-        for row in measure(name, options.seed, peer):
+        for row in measure(name, options.seed, peer, options.choose):
             rows.append(row)
             print(_line(row), flush=True)
         report["rows"] = rows
@@ -324,9 +438,11 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    line = f"{row['shape']:30}{row['implementation']:16}"
+    line = f"{row['shape']:30}{row['implementation']:20}"
     if "us" in row:
         line += f"{row['us']:8.1f}{row['flops'] / row['us'] / 1e6:9.0f}"
+    if "rows_of_lists" in row:
+        line += f"{row['rows_of_lists']:10.2f}{row['tiles']:10d}"
     if "error" in row:
         line += f"{row['error']:10.1e}{row['lse_error']:10.1e}"
     return f"{line}  {row['failed']}".rstrip()

@@ -50,10 +50,13 @@ class Lists:
     tiles: Any
     extra_tiles: Any
 
-    def of_pair(self, pair: Any) -> list[Any]:
-        """The calling thread's rows of both tiles, from global memory."""
+    def of_pair(self, pair: Any, per_tile: int = ROWS, skipped: Any = 0) -> list[Any]:
+        """The calling thread's rows of both tiles, from global memory.
+
+        ``per_tile`` of each, those past the first ``skipped``.
+        """
         _, row = thread_place()
-        listed = add(globally(self.rows), wide(times(row, 4)))
+        listed = add(globally(self.rows), wide(times(add(row, skipped), 4)))
         both = add(self.tiles, self.extra_tiles)
         found = []
         for tile in (0, 1):
@@ -62,7 +65,7 @@ class Lists:
             start = arith.select(below(number, both), extra, i32(self.starts[1]))
             start = arith.select(below(number, self.tiles), times(number, KEYS), start)
             at = add(listed, wide(times(start, 4)))
-            found += [value(f"ld.global.nc.b32 $0, [$1+{64 * j}];", at) for j in range(ROWS)]
+            found += [value(f"ld.global.nc.b32 $0, [$1+{64 * j}];", at) for j in range(per_tile)]
         return found
 
     def choose(self, pair: Any, tile: int, of_selections: Sequence[Any]) -> Any:

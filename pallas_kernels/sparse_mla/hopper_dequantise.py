@@ -7,7 +7,8 @@ for power-of-two scales up to 2^7. The code of NaN comes out as 480 scales.
 
 A tile is copied in units: half of the columns of 32 of its rows. While the numbers of one unit
 are converted, piece by piece, those of the next are loaded into the registers that become free;
-the rows of the next pair of tiles are on their way into the L2 meanwhile.
+the rows of the next pair of tiles are on their way into the L2 meanwhile. Of two blocks that share
+their keys each converts 32 rows of every tile, for both (`hopper_cluster`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, scf
 
 from pallas_kernels.kv_quant import Layout
-from pallas_kernels.sparse_mla.hopper_copy import ROWS, Lists, thread_place, thread_target
+from pallas_kernels.sparse_mla import hopper_cluster
+from pallas_kernels.sparse_mla.hopper_copy import Lists, thread_place, thread_target
 from pallas_kernels.sparse_mla.hopper_ptx import (
     BOX,
     FIRST_BOXES,
@@ -41,7 +43,8 @@ from pallas_kernels.sparse_mla.hopper_ptx import (
 
 _BIAS = 120  # of bf16 exponents over e4m3 ones
 _LINE = 128  # bytes that one prefetch brings into the L2
-_UNITS = tuple(itertools.product((0, 1), (0, 1), (0, 1)))  # tile, half, which 32 rows
+_PER_UNIT = 2  # rows of a thread, 16 apart
+_UNIT_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,9 @@ def run(
     pairs: Any,
     layout: Layout,
     page_sizes: Sequence[int],
+    *,
+    shared: bool,
+    ahead: int,
 ) -> None:
     """`hopper_tiles.Tiles.fill` out of pools of bytes.
 
@@ -113,53 +119,98 @@ def run(
     """
     pools = _Pools(lists, refs, layout, page_sizes)
     group = layout.width // 64 * BOX
-    target = thread_target(keys, group)
-    last = add(pairs, -1)
+    target = _Target(thread_target(keys, group))
+    parts, skipped = (0, 1), 0
+    if shared:
+        parts, skipped = (0,), times(hopper_cluster.rank(), _UNIT_ROWS)
+        mine = add(target.own, times(hopper_cluster.rank(), _UNIT_ROWS // 8 * group))
+        target = _Target(mine, hopper_cluster.at_peer(mine))
+    units = tuple(itertools.product((0, 1), (0, 1), parts))  # tile, half, which 32 rows
+    per_tile = _PER_UNIT * len(parts)
+    last = arith.maxsi(add(pairs, -1), i32(0))
 
     def pair_at(step: Any) -> Any:
         return add(first, arith.minsi(step, last))
 
+    def listed(step: Any) -> list[Any]:
+        return lists.of_pair(pair_at(step), per_tile, skipped)
+
     def loads(pair: Any, rows: Sequence[Any], unit: tuple[int, int, int]) -> list[Callable]:
         """Loads of a unit, each for a list of registers."""
         tile, half, part = unit
-        mine = rows[ROWS * tile + 2 * part : ROWS * tile + 2 * part + 2]
+        mine = rows[per_tile * tile :][_PER_UNIT * part : _PER_UNIT * (part + 1)]
         places = [pools.row(pair, tile, number) for number in mine]
         return [load for place in places for load in _loads(pools, place, half)]
 
-    rows, following = lists.of_pair(pair_at(i32(0))), lists.of_pair(pair_at(i32(1)))
-    unit = [load() for load in loads(pair_at(i32(0)), rows, _UNITS[0])]
-    shapes = [len(piece) for piece in unit]
-    loop = scf.ForOp(i32(0), pairs, i32(1), [*rows, *following, *itertools.chain(*unit)])
+    rows, following = listed(i32(0)), listed(i32(1))
+    loaded = [[load() for load in loads(pair_at(i32(0)), rows, unit)] for unit in units[:ahead]]
+    shapes = [[len(piece) for piece in unit] for unit in loaded]
+    flat = [word for unit in loaded for piece in unit for word in piece]
+    loop = scf.ForOp(i32(0), pairs, i32(1), [*rows, *following, *flat])
     with ir.InsertionPoint(loop.body):
         step, carried = loop.induction_variable, iter(loop.inner_iter_args)
-        rows = list(itertools.islice(carried, 2 * ROWS))
-        following = list(itertools.islice(carried, 2 * ROWS))
-        unit = [list(itertools.islice(carried, count)) for count in shapes]
+        rows = list(itertools.islice(carried, 2 * per_tile))
+        following = list(itertools.islice(carried, 2 * per_tile))
+        loaded = [[list(itertools.islice(carried, n)) for n in unit] for unit in shapes]
         pair, next_pair = pair_at(step), pair_at(add(step, 1))
-        after = lists.of_pair(pair_at(add(step, 2)))
-        _prefetch(pools, next_pair, following)
+        after = listed(add(step, 2))
+        _prefetch(pools, next_pair, following, per_tile)
         parity = arith.xori(arith.andi(step, i32(1)), i32(1))
-        for number, (tile, half, part) in enumerate(_UNITS):
+        for number, (tile, half, part) in enumerate(units):
             slot = 2 * tile + half
             if part == 0:
-                wait(words, SLOTS + slot, parity)
-            if number + 1 < len(_UNITS):
-                upcoming = loads(pair, rows, _UNITS[number + 1])
+                (hopper_cluster.wait if shared else wait)(words, SLOTS + slot, parity)
+            after_this = number + ahead
+            if after_this < len(units):
+                upcoming = loads(pair, rows, units[after_this])
             else:
-                upcoming = loads(next_pair, following, _UNITS[0])
-            loaded = []
-            place = add(target, (8 * tile + 4 * part) * group)
-            for store in _stores(pools, unit, half, place, group):
+                upcoming = loads(next_pair, following, units[after_this - len(units)])
+            arriving = []
+            place = target.moved((8 * tile + 4 * part) * group, words, slot)
+            for store in _stores(pools, loaded.pop(0), half, place, group):
                 store()
                 if upcoming:
-                    loaded.append(upcoming.pop(0)())
-            unit = loaded + [load() for load in upcoming]
-            if part == 1:
+                    arriving.append(upcoming.pop(0)())
+            loaded.append(arriving + [load() for load in upcoming])
+            if part == parts[-1]:
                 # The numbers were written through the generic proxy; wgmma reads through the
                 # asynchronous one.
                 ptx("fence.proxy.async.shared::cta;")
-                ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier(words, slot))
-        scf.yield_([*following, *after, *itertools.chain(*unit)])
+                if shared:
+                    columns = (FIRST_BOXES, layout.width // 64 - FIRST_BOXES)[half] * 64
+                    hopper_cluster.arrive_expecting(words, slot, _UNIT_ROWS * columns * 2)
+                else:
+                    ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier(words, slot))
+        flat = [word for unit in loaded for piece in unit for word in piece]
+        scf.yield_([*following, *after, *flat])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """Where numbers go.
+
+    Attributes:
+        own: address in shared memory.
+        peer: the same in the peer's, where it gets them too.
+        landing: the peer's barrier that counts its bytes.
+    """
+
+    own: Any
+    peer: Any = None
+    landing: Any = None
+
+    def moved(self, offset: int, words: Any, slot: int) -> _Target:
+        """Further on, in a slot."""
+        if self.peer is None:
+            return _Target(add(self.own, offset))
+        landing = hopper_cluster.at_peer(barrier(words, slot))
+        return _Target(add(self.own, offset), add(self.peer, offset), landing)
+
+    def store(self, offset: int, words: Sequence[Any]) -> None:
+        """16 bytes."""
+        ptx(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", self.own, *words)
+        if self.peer is not None:
+            hopper_cluster.store_at_peer(self.peer, offset, words, self.landing)
 
 
 def _loads(pools: _Pools, row: _Row, half: int) -> list[Callable[[], Sequence[Any]]]:
@@ -194,7 +245,7 @@ def _load(count: int, number: Any, address: Any, offset: int) -> Sequence[Any]:
 
 
 def _stores(
-    pools: _Pools, unit: Sequence[Sequence[Any]], half: int, place: Any, group: int
+    pools: _Pools, unit: Sequence[Sequence[Any]], half: int, place: _Target, group: int
 ) -> list[Callable[[], None]]:
     """One step for each of a unit's `_loads`: converts and stores it."""
     boxes = pools.boxes(half)
@@ -202,7 +253,7 @@ def _stores(
     steps: list[Callable[[], None]] = []
     for row in (0, 1):
         scales, *pieces = unit[per_row * row : per_row * (row + 1)]
-        at = add(place, 2 * row * group)
+        at = 2 * row * group
         factors: dict[int, Any] = {}
 
         def scale(scales=scales, factors=factors) -> None:
@@ -214,16 +265,14 @@ def _stores(
 
             def convert(box=box, piece=piece, at=at, factors=factors) -> None:
                 factor = factors[(box - boxes[0]) * 64 // pools.layout.block]
-                _store(at, box, [word for two in piece for word in _numbers(two, factor)])
+                words = [word for two in piece for word in _numbers(two, factor)]
+                place.store(at + box * BOX, words)
 
             steps.append(convert)
         if half == 1:
-            steps.append(lambda at=at, plain=pieces[-1]: _store(at, boxes[-1] + 1, plain))
+            plain_at = at + (boxes[-1] + 1) * BOX
+            steps.append(lambda at=plain_at, plain=pieces[-1]: place.store(at, plain))
     return steps
-
-
-def _store(place: Any, box: int, words: Sequence[Any]) -> None:
-    ptx(f"st.shared.v4.b32 [$0+{box * BOX}], {{$1, $2, $3, $4}};", place, *words)
 
 
 def _factor(layout: Layout, scales: Sequence[Any], index: int) -> Any:
@@ -247,13 +296,13 @@ def _numbers(word: Any, factor: Any) -> list[Any]:
     return found
 
 
-def _prefetch(pools: _Pools, pair: Any, rows: Sequence[Any]) -> None:
+def _prefetch(pools: _Pools, pair: Any, rows: Sequence[Any], per_tile: int) -> None:
     """Brings a pair's rows towards the L2; of eight threads, each one line of a row."""
     piece, _ = thread_place()
     layout = pools.layout
     lines = -(-(layout.number_bytes if layout.exponents else layout.row_bytes) // _LINE)
     for index, number in enumerate(rows):
-        row = pools.row(pair, index // ROWS, number)
+        row = pools.row(pair, index // per_tile, number)
         line = add(row.numbers, wide(times(piece, _LINE)))
         line = arith.select(below(piece, lines), line, row.scales)
         wanted = arith.andi(below(i32(-1), number), below(piece, lines + 1))

@@ -7,7 +7,8 @@ barriers between producer and consumers lie in words of their own.
 
 Two tiles of 64 keys are in shared memory, each in two halves (columns 0-255, and the rest). Slot
 ``2 * tile + half`` is ready once its 128 copying threads are done, and free again once the four
-warps of the warpgroup that owns its value columns have arrived.
+warps of the warpgroup that owns its value columns have arrived. Where two blocks share their keys
+(`hopper_cluster`), slots are ready and free in both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mlir
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla import hopper_copy, hopper_dequantise
+from pallas_kernels.sparse_mla import hopper_cluster, hopper_copy, hopper_dequantise
 from pallas_kernels.sparse_mla.hopper_copy import Lists
 from pallas_kernels.sparse_mla.hopper_ptx import (
     COPYING_THREADS,
@@ -55,18 +56,19 @@ def scratch() -> tuple[Any, ...]:
 class Tiles:
     """The two key tiles of a block, and the barriers that pass them around."""
 
-    def __init__(self, keys: Any, words: Any) -> None:
-        self.keys, self.words = keys, words
+    def __init__(self, keys: Any, source: Source, words: Any) -> None:
+        self.keys, self.source, self.words = keys, source, words
 
     def initialise(self) -> None:
         """By one warpgroup, before a barrier of the whole block."""
+        readers = _WARPS * (hopper_cluster.BLOCKS if self.source.shared else 1)
 
         @_inline(arg_types=(_REF(),))
         def body(_, words):
             first = arith.cmpi(arith.CmpIPredicate.eq, mlir.thread_idx(), i32(0))
             with mlir.when(first):
                 for index in range(2 * SLOTS):
-                    count = COPYING_THREADS if index < SLOTS else _WARPS
+                    count = COPYING_THREADS if index < SLOTS else readers
                     ptx(f"mbarrier.init.shared::cta.b64 [$0], {count};", barrier(words, index))
                 ptx("fence.mbarrier_init.release.cluster;")
 
@@ -92,8 +94,19 @@ class Tiles:
             ptx("bar.warp.sync 0xffffffff;")
             arrive = "mbarrier.arrive.shared::cta.b64 _, [$0];"
             ptx(arrive, barrier(words, SLOTS + slot), predicate=lane_0())
+            if self.source.shared:
+                hopper_cluster.arrive_at_peer(words, SLOTS + slot)
 
         body(self.words)
+
+    def meet_peer(self) -> None:
+        """All threads of blocks that share their keys wait for one another.
+
+        Before the first copy, because barriers must be there; and at the end, because a block that
+        is gone takes its own along.
+        """
+        if self.source.shared:
+            _inline(arg_types=())(lambda _: hopper_cluster.meet())()
 
     def scores(self, query: Any, tail: jax.Array | None, tile: int, parity: jax.Array) -> jax.Array:
         """fp32 products of 64 query rows with the keys of ``tile``, once they are there.
@@ -136,7 +149,6 @@ class Tiles:
         self,
         rows: Any,
         pools: tuple[Any, ...],
-        source: Source,
         first: jax.Array,
         pairs: jax.Array,
         tiles: tuple[jax.Array, jax.Array],
@@ -148,12 +160,11 @@ class Tiles:
         Args:
             rows: the token's list.
             pools: one or two.
-            source: what is in them.
             first: number of the first pair.
             pairs: how many.
             tiles: see `tiling.layout`.
         """
-        refs = (_REF(),) * len(pools)
+        refs, source = (_REF(),) * len(pools), self.source
 
         @_inline(arg_types=(_REF(), _REF(SWIZZLED), _REF(), refs, (_SCALAR,) * 4))
         def body(_, rows, keys, words, pools, scalars):
@@ -163,7 +174,10 @@ class Tiles:
                 hopper_copy.run(lists, pools, keys, words, first, pairs)
             else:
                 hopper_dequantise.run(
-                    lists, pools, keys, words, first, pairs, source.layout, source.page_sizes
+                    *(lists, pools, keys, words, first, pairs),
+                    *(source.layout, source.page_sizes),
+                    shared=source.shared,
+                    ahead=source.ahead,
                 )
 
         body(rows, self.keys, self.words, pools, (first, pairs, *tiles))

@@ -1,7 +1,8 @@
 """Key tiles for Pallas' GPU interpreter: `hopper_tiles` in plain loads, stores and barriers.
 
 The interpreter has no inline MLIR. What it can check is everything around it: which tile is
-where, who waits for whom, and the arithmetic of the softmax.
+where, who waits for whom, and the arithmetic of the softmax. Blocks that share their keys on a GPU
+fill tiles of their own here.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def scratch() -> tuple[Any, ...]:
 class Tiles:
     """As `hopper_tiles.Tiles`."""
 
-    def __init__(self, keys: Any, ready: Any, freed: Any) -> None:
-        self.keys, self.ready, self.freed = keys, ready, freed
+    def __init__(self, keys: Any, source: Source, ready: Any, freed: Any) -> None:
+        self.keys, self.source, self.ready, self.freed = keys, source, ready, freed
 
     def initialise(self) -> None:
         """Nothing: these barriers come initialised."""
@@ -42,6 +43,9 @@ class Tiles:
     def free(self, slot: int) -> None:
         """Says that the calling warpgroup has read ``slot`` for the last time."""
         plgpu.barrier_arrive(self.freed.at[slot])
+
+    def meet_peer(self) -> None:
+        """Nothing: it shares nothing."""
 
     def scores(self, query: Any, tail: jax.Array | None, tile: int, parity: jax.Array) -> jax.Array:
         """fp32 products of 64 query rows with the keys of ``tile``, once they are there."""
@@ -64,12 +68,12 @@ class Tiles:
         self,
         rows: Any,
         pools: tuple[Any, ...],
-        source: Source,
         first: jax.Array,
         pairs: jax.Array,
         tiles: tuple[jax.Array, jax.Array],
     ) -> None:
         """The producer's whole work, out of pools of numbers."""
+        source = self.source
         if source.layout is not None:
             raise NotImplementedError("the interpreter reads pools of numbers, these hold bytes")
         width = self.keys.shape[2]

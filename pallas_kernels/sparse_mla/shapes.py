@@ -15,6 +15,7 @@ class Shape:
         width: W.
         keys: entries of the first list.
         extra: entries of the second list, 0 for none.
+        requests: whose tokens they are, in equal windows; 0: nobody's, and lists are unrelated.
     """
 
     tokens: int
@@ -22,6 +23,7 @@ class Shape:
     width: int
     keys: int
     extra: int = 0
+    requests: int = 0
 
 
 SHAPES = {
@@ -40,3 +42,16 @@ SHAPES = {
     # V4's layers with the window alone.
     "v4-flash window, 256 tokens": Shape(256, 64, 512, 128),
 }
+
+VERIFY = {
+    f"{model} verify, {requests} x {window}": Shape(
+        requests * window, heads, width, keys, extra, requests
+    )
+    for model, heads, width, keys, extra, sizes in (
+        ("v4-flash", 64, 512, 128, 512, ((32, 6), (64, 4), (64, 5), (256, 4), (256, 6))),
+        ("v4-pro", 128, 512, 128, 1024, ((64, 4), (256, 4))),
+        ("v3.2", 128, 576, 2048, 0, ((64, 4),)),
+    )
+    for requests, window in sizes
+}
+"""Verify windows of many requests: the tokens of one list nearly the same rows."""
