@@ -21,7 +21,7 @@ LANES = 16
 CHAINS = 4
 """Sums of an output that do not wait for each other; they hide the latency of an addition."""
 
-MOST_TERMS = 48
+MOST_TERMS = 60
 """Terms are unrolled, so they cost compile time and registers; wider rows take more lanes."""
 
 MOST_ROWS = 4
