@@ -258,7 +258,8 @@ class Programs:
             self.choice.begin(one.slot, one.room, one.rows)
         slots = [one.slot for one in plan.decoding]
         costs = self._in_use[batch, pieces]
-        return self.choice.choose(self._shapes(batch, pieces), batch, costs, slots)
+        alone = self._in_use[batch, 0] if pieces else None
+        return self.choice.choose(self._shapes(batch, pieces), batch, costs, slots, alone)
 
     @property
     def _group(self) -> int:

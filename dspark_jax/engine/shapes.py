@@ -188,12 +188,21 @@ class ShapeChoice:
         self._known[:, measured.slots] = known
 
     def choose(
-        self, shapes: tuple[Shape, ...], batch: int, costs: CostTables, slots: Sequence[int]
+        self,
+        shapes: tuple[Shape, ...],
+        batch: int,
+        costs: CostTables,
+        slots: Sequence[int],
+        alone: CostTables | None = None,
     ) -> Shape:
         """The shape of a dispatch in which the requests of ``slots`` decode in ``batch`` lanes.
 
         θ = (N + Σ survivals of the best drafts that fit) / (draft + verify seconds), as in
-        `schedule.budget`.
+        `schedule.budget`, without the seconds that prompts take in any shape: they would make
+        drafts look cheap that cost more here than their tokens would cost later.
+
+        Args:
+            alone: ``costs`` of a dispatch without prompts, where this one carries some.
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
@@ -206,12 +215,18 @@ class ShapeChoice:
                 column *= survival[position - 1]
             if ending:
                 column *= room > position + 1
+
+        def seconds(shape: Shape, costs: CostTables) -> float:
+            return float(np.interp(total, costs.contexts, _seconds(shape, batch, costs)))
+
+        prompts = 0.0
+        if alone is not None:
+            prompts = max(seconds(shapes[0], costs) - seconds(shapes[0], alone), 0.0)
         best_of = _best_sums(survival)
         promised = {}
         for shape in shapes:
             gained = best_of(shape.depth, shape.rows - len(index))
-            seconds = np.interp(total, costs.contexts, _seconds(shape, batch, costs))
-            promised[shape] = (len(index) + gained) / seconds
+            promised[shape] = (len(index) + gained) / (seconds(shape, costs) - prompts)
         best = max(shapes, key=lambda shape: promised[shape])
         last = self._last.get(shapes, best)
         if promised[last] * (1 + self._step.hysteresis) < promised[best]:

@@ -105,6 +105,16 @@ def test_the_shape_of_highest_expected_throughput_is_taken(trust, a_row, best):
     assert choice.choose(shapes, BATCH, costs(a_row=a_row), range(BATCH)) == best
 
 
+@pytest.mark.parametrize("a_row", [0.02, 0.05])
+def test_prompts_that_ride_along_make_no_draft_cheaper(a_row):
+    choice = choice_of(np.full((BATCH, DEPTH), 0.6))
+    shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
+    alone, beside = costs(a_row=a_row), costs(base=20.0, a_row=a_row)
+    wanted = choice.choose(shapes, BATCH, alone, range(BATCH))
+    assert choice.choose(shapes, BATCH, beside, range(BATCH)) != wanted
+    assert choice.choose(shapes, BATCH, beside, range(BATCH), alone) == wanted
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_no_shape_promises_more_than_the_chosen_one(seed):
     """Against the budget of the step, asked for the drafts that fit into each shape."""
