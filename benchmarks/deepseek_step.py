@@ -46,7 +46,8 @@ from dspark_jax.decode.state import State, init_state, make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.schedule.cost import CostTables, no_costs
-from pallas_kernels.choice import plain
+from pallas_kernels import block_linear
+from pallas_kernels.choice import preferring
 
 LABEL = "SIMULATION: DeepSeek-V4-Flash cut to 3 layers, random weights, replayed acceptance"
 """Stands on everything that this writes."""
@@ -212,9 +213,11 @@ def check_memory(chosen: Sequence[Cell], pair: DeepseekV4DrafterConfig, limit: i
 
 
 class Program:
-    """Compiled steps of a cell."""
+    """Compiled steps of a cell, by implementation of operations beside the cell's own."""
 
-    def __init__(self, cell: Cell, pair: DeepseekV4DrafterConfig, weights: Weights) -> None:
+    def __init__(
+        self, cell: Cell, pair: DeepseekV4DrafterConfig, weights: Weights, **preferred: str
+    ) -> None:
         """Trace them; ``compile`` may run beside others."""
         self.cell, self.config = cell, step_config(cell, pair)
         self.weights = Weights(weights.target, weights.drafter if self.config.drafts else None)
@@ -226,7 +229,9 @@ class Program:
             functools.partial(_run, config=self.config, rows=cell.context), donate_argnums=1
         )
         state = jax.eval_shape(functools.partial(_occupied, *cells))
-        with plain(*(COMPARED if cell.implementation == PLAIN else ())):
+        if cell.implementation == PLAIN:
+            preferred |= dict.fromkeys(COMPARED, "xla")
+        with preferring(**preferred):
             self._step = program.lower(self.weights, state, self.tables, jnp.int32(1))
 
     def compile(self) -> Compiled:
@@ -420,6 +425,7 @@ def main(
     contexts: tuple[int, ...] = (4096, 65536),
     windows: tuple[float, ...] = (2.0, 3.0),
     experts: int | None = None,
+    experts_kernel: bool = False,
     seconds: float = 150.0,
     memory_gib: float | None = None,
     output: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
@@ -434,12 +440,13 @@ def main(
         contexts: the same in figure "contexts".
         windows: mean rows a request verifies in mode compact, its anchor included.
         experts: routed experts of a layer instead of the shape's.
+        experts_kernel: run the experts' blocks in one launch (``block_linear``), in all programs.
         seconds: measure nothing more after these; what was left out is told.
         memory_gib: instead of what the device gives.
         output: where to write the raw result.
 
     Raises:
-        ValueError: a number out of its range; a batch that does not fit.
+        ValueError: a number out of its range; a batch that does not fit; a kernel that cannot run.
     """
     begin = time.perf_counter()
     if shape not in PAIRS:
@@ -460,6 +467,7 @@ def main(
             f"experts is {experts}; wanted {pair.target.num_experts_per_tok} or more, as many as a "
             "token is sent to"
         )
+    preferred = _experts_by_kernel(pair) if experts_kernel else {}
     chosen = cells(figures, pair, users, context, windows, contexts)
     limit = _device_limit() if memory_gib is None else round(memory_gib * GIB)
     check_memory(chosen, pair, limit)
@@ -472,12 +480,14 @@ def main(
         shape=dataclasses.asdict(pair),
         experts=f"{target.n_routed_experts} of 256 a layer",
         layers=f"{target.num_hidden_layers} of 43, compress ratios {target.compress_ratios}",
+        experts_kernel=experts_kernel,
         acceptance=f"conditional acceptance of a block drawn from Beta{EASE}",
         device_bytes=limit,
     )
     weights = jax.block_until_ready(random_weights(pair))
     with ThreadPoolExecutor() as workers:
-        for cell, traced in _traced(chosen, pair, weights, workers, begin, 0.6 * seconds):
+        programs = _traced(chosen, pair, weights, preferred, workers, begin, 0.6 * seconds)
+        for cell, traced in programs:
             with record.arm(**cell.names) as arm:
                 arm["figures"] = cell.figures
                 arm["estimated_gib"] = round(sum(needed_bytes(cell, pair).values()) / GIB, 2)
@@ -497,6 +507,22 @@ def main(
     return record.finish()
 
 
+def _experts_by_kernel(pair: DeepseekV4DrafterConfig) -> dict[str, str]:
+    """What makes programs run experts by the kernel.
+
+    Raises:
+        ValueError: it cannot run here.
+    """
+    target = pair.target
+    shape = target.n_routed_experts, 2 * target.moe_intermediate_size, target.hidden_size
+    matrices = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, target.hidden_size), jnp.bfloat16)
+    reason = block_linear.obstacle(x, matrices, block_linear.LEAST_SIZE)
+    if reason is not None:
+        raise ValueError(f"the experts' kernel was asked for and cannot run: {reason}")
+    return {"routed_experts": "triton"}
+
+
 Compiling = tuple[Program, Future[Compiled]]
 
 
@@ -504,6 +530,7 @@ def _traced(
     chosen: Sequence[Cell],
     pair: DeepseekV4DrafterConfig,
     weights: Weights,
+    preferred: dict[str, str],
     workers: ThreadPoolExecutor,
     begin: float,
     seconds: float,
@@ -517,7 +544,7 @@ def _traced(
         if time.perf_counter() - begin > seconds:
             found.append((cell, None))
             continue
-        program = Program(cell, pair, weights)
+        program = Program(cell, pair, weights, **preferred)
         found.append((cell, (program, workers.submit(program.compile))))
     for _, compiling in found:
         if compiling is not None:

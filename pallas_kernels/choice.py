@@ -5,28 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 
 _log = logging.getLogger(__name__)
 
 XLA = "xla"
 
-_PLAIN: ContextVar[frozenset[str]] = ContextVar("plain", default=frozenset())
+_PREFERRED: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
-def plain(*operations: str) -> Iterator[None]:
-    """Within, ``implementation=None`` takes xla for these operations, to compare whole programs.
+def preferring(**implementations: str) -> Iterator[None]:
+    """Within, ``implementation=None`` takes these by operation where they can run.
 
-    What is traced within keeps it; no cache of traces knows of it, so a function that was traced
-    outside must be jitted anew.
+    To compare whole programs. What is traced within keeps it; no cache of traces knows of it, so
+    a function that was traced outside must be jitted anew.
     """
-    token = _PLAIN.set(_PLAIN.get() | set(operations))
+    token = _PREFERRED.set({**_PREFERRED.get(), **implementations})
     try:
         yield
     finally:
-        _PLAIN.reset(token)
+        _PREFERRED.reset(token)
 
 
 def choose(
@@ -42,7 +43,7 @@ def choose(
         operation: its name, for messages.
         kernel: name of its other implementation.
         asked: what the caller wants; None leaves it open.
-        automatic: what None takes where it can run.
+        automatic: what None takes where it can run, unless another is preferred.
         obstacle: why the kernel cannot run on these operands and this device; None if it can.
 
     Raises:
@@ -51,9 +52,7 @@ def choose(
     """
     if asked not in (None, XLA, kernel):
         raise ValueError(f'implementation is {asked!r}, wanted "{XLA}", "{kernel}" or None')
-    if asked is None and operation in _PLAIN.get():
-        return XLA
-    wanted = automatic if asked is None else asked
+    wanted = _PREFERRED.get().get(operation, automatic) if asked is None else asked
     reason = obstacle() if wanted == kernel else None
     if asked is None:
         wanted = wanted if reason is None else XLA

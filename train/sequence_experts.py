@@ -26,7 +26,7 @@ def sequence_experts(
     """
     number = experts.gate_up.shape[0]
     if number > SPARE * ids.shape[1]:
-        return routed_experts(x, ids, weights, experts, limit=limit)
+        return routed_experts(x, ids, weights, experts, limit=limit, implementation="xla")
     share = (weights[..., None] * (ids[..., None] == jnp.arange(number))).sum(axis=1)
     both = jnp.einsum("td,xfd->xtf", x, experts.gate_up)
     gate, up = jnp.split(both.astype(jnp.float32), 2, axis=-1)

@@ -2,7 +2,8 @@
 
 Tokens are sorted by expert and run in blocks of rows of one expert. JAX expands
 ``jax.lax.ragged_dot`` on CPUs to all rows times all experts; here a matrix is read once for each
-block of its tokens, and memory grows with the tokens alone.
+block of its tokens, and memory grows with the tokens alone. Blocks run one after another, or on
+a GPU beside each other in a kernel.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.models.layers import linear
+from pallas_kernels import block_linear as block_products
+from pallas_kernels.block_linear import block_linear
+from pallas_kernels.choice import choose
 
 LARGEST_BLOCK = 128
 
@@ -76,6 +80,7 @@ def routed_experts(
     experts: Experts,
     *,
     limit: float | None = None,
+    implementation: block_products.Implementation | None = None,
 ) -> Float[Array, "T D"]:
     """The weighted sum of each token's experts, accumulated in fp32, in the dtype of ``x``.
 
@@ -85,13 +90,51 @@ def routed_experts(
         weights: fp32 weight of each of them.
         experts: matrices of all experts.
         limit: as in ``expert``.
+        implementation: ``"xla"`` runs blocks one after another, anywhere and with a gradient;
+            ``"triton"`` beside each other, where ``pallas_kernels.block_linear`` can. None takes
+            what that takes.
+
+    Raises:
+        NotImplementedError: ``"triton"`` was asked for and cannot run.
     """
     tokens, each = ids.shape
     number = experts.gate_up.shape[0]
-    pairs = tokens * each
-    size = _block_size(tokens, pairs, number)
-    most = min(pairs, (pairs + (size - 1) * min(number, pairs)) // size)
+    least = block_products.LEAST_SIZE
+    size = _block_size(tokens, tokens * each, number)
 
+    def obstacle() -> str | None:
+        return block_products.obstacle(
+            x, experts.gate_up, max(size, least)
+        ) or block_products.obstacle(x, experts.down, max(size, least))
+
+    wanted = choose("routed_experts", "triton", implementation, block_products.AUTOMATIC, obstacle)
+    if wanted == "triton":
+        return _beside(x, weights, experts, _blocks(ids, number, max(size, least)), limit)
+    return _one_by_one(x, weights, experts, _blocks(ids, number, size), limit)
+
+
+@flax.struct.dataclass
+class Blocks:
+    """Tokens of one expert each; B of S places, where T tokens and P pairs end the count.
+
+    Attributes:
+        owner: expert of each block.
+        used: whether a block holds any token.
+        pair: ``[B, S]`` token and choice in each place, as one number; P where there is none.
+        token: ``[B, S]`` the token; T where there is none.
+    """
+
+    owner: Int[Array, "B"]
+    used: Bool[Array, "B"]
+    pair: Int[Array, "B S"]
+    token: Int[Array, "B S"]
+
+
+def _blocks(ids: Int[Array, "T c"], number: int, size: int) -> Blocks:
+    """Pairs of token and expert, sorted by expert, in blocks of ``size`` places."""
+    tokens, each = ids.shape
+    pairs = tokens * each
+    most = min(pairs, (pairs + (size - 1) * min(number, pairs)) // size)
     flat = jnp.where((ids >= 0) & (ids < number), ids, number).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     rows_of = jnp.zeros(number, jnp.int32).at[flat].add(1, mode="drop")
@@ -105,9 +148,18 @@ def routed_experts(
     first = (row_end - rows_of)[owner] + (block - (block_end - blocks_of)[owner]) * size
     row = first[:, None] + jnp.arange(size, dtype=jnp.int32)
     real = used[:, None] & (row < row_end[owner][:, None])
-    pair = order[jnp.where(real, row, 0)]
-    token = jnp.where(real, pair // each, tokens)
-    weight = jnp.where(real, weights.reshape(-1)[pair], 0)
+    pair = jnp.where(real, order[jnp.where(real, row, 0)], pairs)
+    return Blocks(owner, used, pair, jnp.where(real, pair // each, tokens))
+
+
+def _one_by_one(
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T c"],
+    experts: Experts,
+    blocks: Blocks,
+    limit: float | None,
+) -> Float[Array, "T D"]:
+    weight = jnp.take(weights.reshape(-1), blocks.pair, mode="fill", fill_value=0)
 
     def add(total: Array, block: tuple[Array, ...]) -> tuple[Array, None]:
         owner, used, token, weight = block
@@ -122,7 +174,36 @@ def routed_experts(
     # a gradient recomputes a block instead of keeping the matrices of every block
     add = jax.checkpoint(add, prevent_cse=False)
     total = jnp.zeros(x.shape, jnp.float32)
-    return jax.lax.scan(add, total, (owner, used, token, weight))[0].astype(x.dtype)
+    every = blocks.owner, blocks.used, blocks.token, weight
+    return jax.lax.scan(add, total, every)[0].astype(x.dtype)
+
+
+def _beside(
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T c"],
+    experts: Experts,
+    blocks: Blocks,
+    limit: float | None,
+) -> Float[Array, "T D"]:
+    """All blocks in two products; then every token gathers what its experts made of it."""
+    owner = jnp.where(blocks.used, blocks.owner, experts.gate_up.shape[0])
+    places = blocks.pair.size
+    gate, up = jnp.split(
+        block_linear(x, blocks.token, experts.gate_up, owner, implementation="triton").astype(
+            jnp.float32
+        ),
+        2,
+        axis=-1,
+    )
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    inner = (jax.nn.silu(gate) * up).astype(x.dtype).reshape(places, -1)
+    here = jnp.arange(places, dtype=jnp.int32).reshape(blocks.pair.shape)
+    out = block_linear(inner, here, experts.down, owner, implementation="triton")
+    place = jnp.full(weights.size, places, jnp.int32)
+    place = place.at[blocks.pair].set(here, mode="drop").reshape(weights.shape)
+    own = jnp.take(out.reshape(places, -1), place, axis=0, mode="fill", fill_value=0)
+    return (weights[..., None] * own).sum(axis=1).astype(x.dtype)
 
 
 def _block_size(tokens: int, pairs: int, number: int) -> int:

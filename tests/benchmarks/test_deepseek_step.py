@@ -2,19 +2,25 @@
 
 import json
 
+import jax
 import pytest
 
-from benchmarks.deepseek_pair import FLASH, TINY, chance_blocks
+from benchmarks.deepseek_pair import FLASH, TINY, chance_blocks, random_weights
 from benchmarks.deepseek_step import (
     KERNELS,
     LABEL,
     PLAIN,
+    Cell,
+    Program,
     cells,
     compare,
     main,
+    measure,
     needed_bytes,
     part_ms,
+    step_config,
 )
+from dspark_jax.decode.config import Shape
 
 
 def test_figures_share_their_programs():
@@ -53,6 +59,12 @@ def test_memory_grows_with_context_and_pure_jax_takes_more():
 def test_what_does_not_fit_is_refused_by_part_before_anything_is_drawn():
     with pytest.raises(ValueError, match=r"256 users .* need about .* GiB \(weights .*gives 8\.0"):
         main(memory_gib=8.0, users=(256,))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
+def test_a_kernel_for_experts_that_cannot_run_is_refused():
+    with pytest.raises(ValueError, match=r"experts' kernel .* cannot run: the device is"):
+        main(experts_kernel=True)
 
 
 @pytest.mark.parametrize(
@@ -102,20 +114,29 @@ def test_arms_are_compared_to_those_that_differ_in_one_thing():
     assert arms[2]["step_share_of_static"] == 0.5
 
 
-def test_a_tiny_run_is_labelled_and_counts_what_was_committed(tmp_path, capsys):
+def test_a_compact_cell_verifies_its_rows_and_walks_whole_blocks():
+    (_, compact) = cells(("windows",), TINY, (2,), 32, (2.0,), ())
+    assert step_config(compact, TINY).shape == Shape(depth=TINY.block_size, rows=4)
+
+
+@pytest.mark.slow
+def test_a_step_of_windows_of_one_row_commits_a_token_of_each_request():
+    cell = Cell(("widths",), 2, 32, 2, "off", 1)
+    program = Program(cell, TINY, random_weights(TINY))
+    figures = measure(program, program.compile())
+    assert figures["step_ms"] > 0
+    assert figures["tokens_per_step"] == 2
+
+
+def test_what_there_was_no_time_for_is_told_under_the_label_and_nothing_measured_fails(
+    tmp_path, capsys
+):
     path = tmp_path / "step.json"
-    options = {"shape": "tiny", "users": (2,), "context": 32, "windows": (2.0,)}
-    assert main(figures=("windows",), seconds=300.0, output=path, **options) == 0
+    options = {"shape": "tiny", "figures": ("windows",), "users": (2,), "context": 32}
+    assert main(**options, seconds=0.0, output=path) == 1
     written = json.loads(path.read_text())
     assert written["simulation"].startswith(LABEL)
-    assert LABEL in capsys.readouterr().out
-    static, compact = written["arms"]
-    assert (static["mode"], compact["mode"]) == ("static", "compact")
-    # a token and up to three drafts each; two rows each hold a draft each
-    assert 2 <= static["tokens_per_step"] <= 2 * (TINY.block_size + 1)
-    assert 2 <= compact["tokens_per_step"] <= 4
-    assert compact["ratio_to_static"] > 0
-
-
-def test_a_run_without_time_to_measure_fails():
-    assert main(shape="tiny", figures=("windows",), users=(2,), context=32, seconds=0.0) == 1
+    assert [one["left_out"] for one in written["arms"]] == ["out of time"] * 3
+    told = capsys.readouterr().out
+    assert LABEL in told
+    assert "FAILED: nothing was measured" in told

@@ -12,6 +12,7 @@ from dspark_jax.models.experts import (
     routed_experts,
     weigh_experts,
 )
+from pallas_kernels.block_linear import reference
 
 NUMBER, WIDTH, INNER, EACH = 6, 16, 8, 2
 RANDOM = np.random.default_rng(0)
@@ -76,6 +77,29 @@ def test_bf16_stays_bf16_and_is_summed_in_fp32():
 
 def narrow(values):
     return values.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [(3, None), (40, 0.5)])
+def test_blocks_beside_each_other_give_what_they_give_one_after_another(monkeypatch, tokens, limit):
+    monkeypatch.setattr("dspark_jax.models.experts.block_products.obstacle", lambda *_: None)
+    monkeypatch.setattr("dspark_jax.models.experts.block_linear", in_pure_jax)
+    x, ids, weights = normal(tokens, WIDTH), skewed(tokens), normal(tokens, EACH)
+    ids = ids.at[0].set(jnp.array([-1, NUMBER]))
+    found = routed_experts(x, ids, weights, EXPERTS, limit=limit, implementation="triton")
+    np.testing.assert_allclose(found, one_by_one(x, ids, weights, limit), atol=1e-4)
+    np.testing.assert_array_equal(found[0], 0)
+
+
+def in_pure_jax(x, row, matrices, owner, implementation):
+    """The products, and what a kernel may leave in blocks without an owner."""
+    out = reference.block_linear(x, row, matrices, owner)
+    return jnp.where((owner < matrices.shape[0])[:, None, None], out, jnp.nan)
+
+
+def test_blocks_run_one_after_another_unless_asked_and_able():
+    x, ids, weights = normal(3, WIDTH), skewed(3), normal(3, EACH)
+    with pytest.raises(NotImplementedError, match="routed_experts cannot run"):
+        routed_experts(x, ids, weights, EXPERTS, implementation="triton")
 
 
 def test_a_gradient_passes_through_the_blocks():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.choice import choose, plain
+from pallas_kernels.choice import choose, preferring
 
 
 def chosen(asked=None, *, operation="op", obstacle=None):
@@ -19,11 +19,17 @@ def test_a_kernel_that_was_asked_for_and_cannot_run_raises():
         chosen("kernel", obstacle="it is Tuesday")
 
 
-def test_within_plain_named_operations_take_xla_unless_asked():
-    with plain("op"):
+def test_what_is_preferred_is_taken_within_unless_another_is_asked_for():
+    with preferring(op="xla"):
         assert chosen() == "xla"
         assert chosen("kernel") == "kernel"
         assert chosen(operation="another") == "kernel"
-        with plain("another"):
+        with preferring(another="xla"):
             assert chosen() == chosen(operation="another") == "xla"
     assert chosen() == "kernel"
+
+
+def test_a_preferred_kernel_that_cannot_run_is_not_taken():
+    with preferring(op="kernel"):
+        assert choose("op", "kernel", None, "xla", lambda: None) == "kernel"
+        assert choose("op", "kernel", None, "xla", lambda: "it is Tuesday") == "xla"
