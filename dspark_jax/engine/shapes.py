@@ -119,6 +119,7 @@ class ShapeChoice:
     def __init__(self, slots: int, step: StepConfig) -> None:
         self._known = np.ones((step.depth, slots), np.float32)
         self._typical = np.ones(step.depth, np.float32)
+        self._measured = np.zeros(step.depth, np.int64)
         self._room = np.zeros(slots, np.int64)
         self._rows = np.zeros(slots, np.int64)
         self._step = step
@@ -175,11 +176,15 @@ class ShapeChoice:
         aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
         confidence = measured.confidence[..., :depth]
         anybody = taken.any(axis=1)
-        counts = np.maximum(taken.sum(axis=1, dtype=np.float32), 1.0)
-        means = np.einsum("nl,nlg->ng", taken.astype(np.float32), confidence) / counts[:, None]
-        kept, weight = _running(anybody[:, None], TYPICAL_RATE)
-        self._typical[:depth] = kept * self._typical[:depth] + weight[:, 0] @ means
-        self._typical[depth:] = _aged(self._typical[depth:], anybody.sum(), aging)
+        steps = anybody.sum()
+        if steps:
+            mean = confidence[taken].mean(axis=0)
+            # the first steps of all weigh as much as each other, or trust would outlast them
+            first = steps / (1.0 + steps + self._measured[:depth])
+            weight = np.maximum(1.0 - (1.0 - TYPICAL_RATE) ** steps, first)
+            self._typical[:depth] += weight * (mean - self._typical[:depth])
+            self._measured[:depth] += steps
+        self._typical[depth:] = _aged(self._typical[depth:], steps, aging)
 
         known = self._known[:, measured.slots]
         kept, weight = _running(taken, self._step.smoothing)

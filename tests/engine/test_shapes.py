@@ -175,6 +175,7 @@ def test_the_first_requests_are_trusted_and_those_that_end_soon_are_not_drafted_
     shapes = every_shape((8, 16, 64), BATCH, DEPTHS)
     choice = choice_of(np.full((8, DEPTH), 0.01))
     assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[0]
+    choice = ShapeChoice(8, choice._step)
     for slot in range(8):
         choice.begin(slot, room=100, rows=1)
     assert choice.choose(shapes, BATCH, costs(), range(8)) == shapes[-1]
@@ -210,6 +211,13 @@ def test_a_new_request_is_taken_for_a_typical_one():
     choice.begin(0, room=9, rows=9)
     # what nobody walks any more is trusted again, or it would never be tried
     np.testing.assert_allclose(choice._known[:, 0], [0.0, 0.77, 0.63], atol=0.01)
+
+
+def test_the_first_dispatch_says_what_is_typical():
+    choice = choice_of(np.full((2, 3), 0.5))
+    choice.learn([0, 1], [0, 1], report(*[np.full((2, 3), 0.5)] * 8), [9, 9], [9, 9])
+    choice.begin(1, room=9, rows=9)
+    np.testing.assert_allclose(choice._known[:, 1], 0.55, atol=0.01)
 
 
 def test_a_longer_lag_holds_back_what_is_too_new_also_from_the_next_of_its_slot():
