@@ -129,8 +129,3 @@ def _make_pair(**changes: Any) -> Pair:
 def make_pair() -> Callable[..., Pair]:
     """A pair with fields of either config changed; the same pair for the same changes."""
     return _make_pair
-
-
-@pytest.fixture(scope="session")
-def pair() -> Pair:
-    return _make_pair()

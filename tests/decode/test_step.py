@@ -18,9 +18,16 @@ from dspark_jax.models.ragged import rectangle
 from dspark_jax.schedule.cost import no_costs
 from dspark_jax.testing import markov, scripted
 
-SLOTS, CAPACITY = 8, 64
+SLOTS, CAPACITY, BLOCK = 8, 64, 4
 """The same in all tests of the small pair, which then share their compiled programs."""
 PROMPT = np.random.default_rng(3).integers(0, 96, (SLOTS, 6)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def pair(make_pair):
+    """Short blocks: the walk is unrolled, and long ones only take longer to compile."""
+    return make_pair(block_size=BLOCK)
+
 
 run_steps = jax.jit(loop.run_steps, static_argnames="config")
 step = jax.jit(decode_step, static_argnames="config")
@@ -106,17 +113,19 @@ def assert_like_a_fresh_prefill(pair, config, state, prompts):
 
 @pytest.mark.parametrize("mode", ["static", "compact", "cap-accept"])
 def test_any_accepted_prefix_leaves_what_a_fresh_prefill_leaves(pair, mode):
-    """Slot a has a draft that goes wrong at position a; the last one's is right to the end."""
+    """Slot a has a draft that goes wrong at position a; those of later slots are right."""
     plain = step_config(dataclasses.replace(pair, drafter=None), "off")
     state = filled(pair, plain)
-    answers = np.asarray(run_steps(pair.weights, state, no_costs(8, 0), 12, config=plain).tokens)
+    answers = np.asarray(
+        run_steps(pair.weights, state, no_costs(SLOTS, 0), 12, config=plain).tokens
+    )
     script = np.concatenate([PROMPT, answers], axis=1)
-    for slot in range(7):
+    for slot in range(BLOCK):
         script[slot, PROMPT.shape[1] + slot] += 1
     script %= 97
     wrong = dataclasses.replace(
         pair,
-        drafter=scripted.oracle(97, 7),
+        drafter=scripted.oracle(97, BLOCK),
         weights=Weights(
             pair.weights.target,
             scripted.ScriptedWeights(jnp.asarray(script, jnp.int32), jnp.asarray(2.0)),
@@ -124,11 +133,12 @@ def test_any_accepted_prefix_leaves_what_a_fresh_prefill_leaves(pair, mode):
     )
     config = step_config(wrong, mode)
     state = filled(wrong, config)
-    state, outcome = step(wrong.weights, state, no_costs(8, 7), config=config)
-    np.testing.assert_array_equal(outcome.accepted, np.arange(8))
-    np.testing.assert_array_equal(outcome.count, np.arange(8) + 1)
-    for slot in range(8):
-        np.testing.assert_array_equal(outcome.tokens[slot, : slot + 1], answers[slot, : slot + 1])
+    state, outcome = step(wrong.weights, state, no_costs(SLOTS, BLOCK), config=config)
+    accepted = np.minimum(np.arange(SLOTS), BLOCK)
+    np.testing.assert_array_equal(outcome.accepted, accepted)
+    np.testing.assert_array_equal(outcome.count, accepted + 1)
+    for slot, count in enumerate(accepted + 1):
+        np.testing.assert_array_equal(outcome.tokens[slot, :count], answers[slot, :count])
     assert_like_a_fresh_prefill(wrong, config, state, PROMPT)
 
 
@@ -136,7 +146,7 @@ def test_any_accepted_prefix_leaves_what_a_fresh_prefill_leaves(pair, mode):
 def test_rejected_rows_leave_no_trace_in_the_drafters_context(pair, mode):
     config = step_config(pair, mode)
     state = filled(pair, config, 5)
-    state = run_steps(pair.weights, state, priced(SLOTS, 7), 8, config=config)
+    state = run_steps(pair.weights, state, priced(SLOTS, BLOCK), 8, config=config)
     assert state.accepted.sum() > 0
     assert_like_a_fresh_prefill(pair, config, state, PROMPT[:5])
     for rows in jax.tree.leaves(state.context):
@@ -165,7 +175,7 @@ def test_what_idle_slots_hold_changes_nothing(pair, mode):
     garbage = jax.tree.map(dirty, jax.device_get(clean))
     assert (garbage.anchor != clean.anchor).any()
     garbage = garbage.replace(requests=clean.requests)
-    tables = priced(SLOTS, 7)
+    tables = priced(SLOTS, BLOCK)
     wanted, found = (
         run_steps(pair.weights, state, tables, 6, config=config) for state in (clean, garbage)
     )
@@ -181,7 +191,7 @@ def test_a_prompt_is_read_in_pieces_while_others_decode(pair, mode):
     """The slot that is still reading drafts nothing, emits nothing, and disturbs nobody."""
     config = step_config(pair, mode)
     prompts = PROMPT[:3]
-    tables = priced(SLOTS, 7)
+    tables = priced(SLOTS, BLOCK)
     run = functools.partial(run_steps, config=config)
     plain = step_config(dataclasses.replace(pair, drafter=None), "off")
     state = filled(pair, plain, 3)
@@ -211,7 +221,7 @@ def test_a_prompt_is_read_in_pieces_while_others_decode(pair, mode):
 def test_drafts_that_never_pay_leave_plain_decoding(pair, mode, price):
     config = step_config(pair, mode)
     state = filled(pair, config, 2, max_new_tokens=9)
-    state = run_steps(pair.weights, state, priced(SLOTS, 7, **price), 99, config=config)
+    state = run_steps(pair.weights, state, priced(SLOTS, BLOCK, **price), 99, config=config)
     state = jax.device_get(state)
     assert state.steps[:2].tolist() == state.emitted[:2].tolist() == [9, 9]
     assert not state.windows.any()
@@ -221,8 +231,8 @@ def test_drafts_that_never_pay_leave_plain_decoding(pair, mode, price):
 
 
 def test_a_depth_beyond_the_trained_block_is_refused_and_the_block_is_the_default(pair):
-    for depth in (0, 8):
-        with pytest.raises(ValueError, match=rf"k is {depth}; wanted 1\.\.7"):
+    for depth in (0, BLOCK + 1):
+        with pytest.raises(ValueError, match=rf"k is {depth}; wanted 1\.\.{BLOCK}"):
             step_config(pair, "static", k=depth)
     assert step_config(pair, "static").depth == pair.drafter.block_size
 
