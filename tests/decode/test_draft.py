@@ -1,5 +1,7 @@
 """Drafts are drawn from the very array that acceptance divides by."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from dspark_jax.testing import markov
 SLOTS, VOCAB = 20_000, 4
 
 
+@functools.partial(jax.jit, static_argnames="cap")
 def drafts(logits, temperature, cap=2):
     """Drafts of many requests from one table."""
     table = jnp.tile(jnp.asarray(logits, jnp.bfloat16), (VOCAB, 1))
