@@ -68,8 +68,8 @@ from train.initialize import drafter_config, initial_weights
 LABEL = "SIMULATION: random weights, replayed acceptance"
 """Stands on everything that this writes."""
 
-STEPS = EngineConfig().steps
-"""Steps of a dispatch, as an engine takes them."""
+STEPS = 4
+"""Steps of a dispatch: a choice of a shape holds for them."""
 
 UNTIMED, LEAST_DISPATCHES = 4, 6
 """Dispatches before the clock starts, until shapes are chosen by what was read, and after it."""
@@ -91,23 +91,7 @@ _START = jax.jit(
 _ADMIT = jax.jit(lanes.admit, donate_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rows"), donate_argnums=1)
-def _dispatch(
-    weights: Weights,
-    state: State,
-    tables: CostTables,
-    placed: Lanes,
-    *,
-    config: StepConfig,
-    rows: int,
-) -> tuple[State, Report]:
-    """An engine's dispatch. Texts go on afterwards, and their caches are back at ``rows``."""
-    steps, spare = jnp.int32(STEPS), jnp.int32(0)
-    state, report = lanes.run(
-        weights, state, tables, placed, steps, spare, config=config, most=STEPS
-    )
-    length = jnp.full_like(state.cache.length, rows)
-    return state.replace(cache=state.cache.replace(length=length)), report
+_STEP = jax.jit(lanes.step, static_argnames="config", donate_argnums=1)
 
 
 def simulated_pair(
@@ -231,12 +215,12 @@ class Sweep:
                     state = jax.eval_shape(functools.partial(self._occupied, step, users))
                     weights, placed = self._fixed(step, users)
                     call = weights, state, prepared.tables, placed
-                    yield _dispatch.lower(*call, config=step, rows=self.rows)
+                    yield _STEP.lower(*call, config=step)
 
         compile_together(lowered(), progress)
 
     def run(self, prepared: Prepared, users: int, blocks: int) -> tuple[float, list[Report]]:
-        """Seconds of dispatches that verify ``blocks`` windows or more, and their reports.
+        """Seconds of dispatches that verify ``blocks`` windows or more, and reports of their steps.
 
         As in an engine, a dispatch is launched before the one before it is read, and its shape is
         chosen by what had been read until then.
@@ -250,6 +234,7 @@ class Sweep:
         everyone, unlimited = range(users), np.iinfo(np.int32).max
         for slot in everyone:
             choice.begin(slot, unlimited, self.rows)
+        rows = jnp.full(users, self.rows, jnp.int32)
         reports: list[Report] = []
         begin = 0.0
         for index in range(UNTIMED + max(LEAST_DISPATCHES, -(-blocks // (users * STEPS)))):
@@ -257,16 +242,19 @@ class Sweep:
                 jax.block_until_ready((state, reports))
                 begin = time.perf_counter()
             shape = choice.choose(shapes, users, costs, everyone) if shapes else None
-            call = weights, state, prepared.tables, placed
-            state, report = _dispatch(*call, config=prepared.steps[shape], rows=self.rows)
-            for leaf in jax.tree.leaves(report):
-                leaf.copy_to_host_async()
-            if shapes and reports:
-                read = jax.device_get(reports[-1])
+            for _ in range(STEPS):
+                call = weights, state, prepared.tables, placed
+                state, report = _STEP(*call, config=prepared.steps[shape])
+                for leaf in jax.tree.leaves(report):
+                    leaf.copy_to_host_async()
+                reports.append(report)
+            # texts go on, and their caches are back where they began
+            state = state.replace(cache=state.cache.replace(length=jnp.copy(rows)))
+            if shapes and index:
+                read = _stacked(jax.device_get(reports[-2 * STEPS : -STEPS]))
                 choice.learn(everyone, everyone, read, [unlimited] * users, [self.rows] * users)
-            reports.append(report)
         jax.block_until_ready((state, reports))
-        return time.perf_counter() - begin, jax.device_get(reports[UNTIMED:])
+        return time.perf_counter() - begin, jax.device_get(reports[UNTIMED * STEPS :])
 
     def _fixed(self, step: StepConfig, users: int) -> tuple[Weights, Lanes]:
         """What every dispatch of a load takes: weights, and everyone in pages of their own."""
@@ -314,6 +302,10 @@ def _with_rows(step: StepConfig, shapes: Sequence[Shape]) -> StepConfig:
     return dataclasses.replace(step, buckets=tuple(shape.rows for shape in shapes))
 
 
+def _stacked(reports: Sequence[Report]) -> Report:
+    return jax.tree.map(lambda *steps: np.stack(steps), *reports)
+
+
 def starts(users: int, blocks: int) -> Int[np.ndarray, "S"]:
     """Blocks that requests begin with: evenly spaced over all of them."""
     return (np.arange(users, dtype=np.int64) * blocks // users).astype(np.int32)
@@ -325,13 +317,13 @@ def summarise(seconds: float, reports: Sequence[Report], users: int) -> dict[str
     Raises:
         RuntimeError: a step in which somebody did not decode: nothing may be concluded from it.
     """
-    outcome = jax.tree.map(lambda *parts: np.concatenate(parts), *[one.outcome for one in reports])
+    outcome = _stacked(reports).outcome
     counts, windows = outcome.count, outcome.window
-    if any(int(one.done) != STEPS for one in reports) or not (counts > 0).all():
+    if not (counts > 0).all():
         raise RuntimeError("a request stopped decoding; wanted everyone live in every step")
     budgets = depths = np.zeros(len(counts))
     drafting = outcome.decision is not None
-    if drafting:
+    if outcome.decision is not None:
         budgets, depths = outcome.decision.budget, outcome.decision.depth
     drafts = windows.sum()
     committed = np.minimum(outcome.accepted, windows).sum()

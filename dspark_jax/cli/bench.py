@@ -46,7 +46,7 @@ def bench(
     seed: int = 0,
     max_context: int | None = None,
     page_size: int = 64,
-    steps: int = 8,
+    steps: int | None = None,
     lag: int = 1,
     bound_blocks: bool = False,
     figures: Path | None = None,
@@ -73,7 +73,8 @@ def bench(
         seed: request i uses seed + i.
         max_context: tokens of prompt and answer together; the default fits the prompts.
         page_size: cache rows of a page.
-        steps: steps of one dispatch while no request joins or leaves.
+        steps: steps of one dispatch while no request joins; the default is as few as keep the
+            device busy.
         lag: age in steps of the confidences that decide a budget.
         bound_blocks: let the adaptive arms bound what full blocks would have committed, which
             takes time of its own, and compare that with what cap-accept saw.

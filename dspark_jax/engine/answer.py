@@ -23,10 +23,10 @@ class Brought:
     """
 
     def __init__(self, report: Report) -> None:
-        done, outcome = int(report.done), report.outcome
+        outcome = report.outcome
 
         def by_lane(values: Any) -> np.ndarray:
-            return np.swapaxes(np.asarray(values)[:done], 0, 1)
+            return np.swapaxes(np.asarray(values), 0, 1)
 
         count = by_lane(outcome.count)
         taken = count > 0  # a lane that has ended takes part in no later step
@@ -37,7 +37,7 @@ class Brought:
         self.tokens = by_lane(outcome.tokens)[emitted].tolist()
         self.steps_before = _offsets(taken.sum(axis=1))
         self.tokens_before = _offsets(count.sum(axis=1))
-        self.finish = np.asarray(report.finish)[done - 1].tolist() if done else None
+        self.finish = np.asarray(report.finish)[-1].tolist()
         self.logprobs = outcome.logprobs
 
 
@@ -56,7 +56,7 @@ def absorb(sequence: Sequence, brought: Brought, lane: int) -> FinishReason | No
     sequence.tokens += brought.tokens[first:last]
     if sequence.job.params.logprobs is not None and brought.logprobs is not None:
         _absorb_logprobs(sequence, brought.logprobs, lane, commits)
-    finish = states.RUNNING if brought.finish is None else brought.finish[lane]
+    finish = brought.finish[lane]
     return None if finish == states.RUNNING else FINISH[finish]
 
 

@@ -54,9 +54,10 @@ class EngineConfig:
             ``max_context``: a step whose texts are all shorter reads no more than that.
         bound_blocks: bound what full blocks would have committed, for the metrics; modes "compact"
             and "cap-accept".
-        steps: steps of one dispatch while no request joins or leaves.
-        overlap: prepare a step while the one before runs. False waits for every step; tokens
-            are the same.
+        steps: steps of one dispatch while no request joins; None takes as few as the host needs to
+            stay ahead of the device.
+        overlap: prepare a step while the one before runs. False waits for every step; with given
+            ``steps`` tokens are the same.
     """
 
     max_requests: int = 16
@@ -79,17 +80,19 @@ class EngineConfig:
     token_tiers: tuple[int, ...] | None = None
     context_tiers: tuple[int, ...] = ()
     bound_blocks: bool = False
-    steps: int = 8
+    steps: int | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "lag", "page_size", "prompt_width", "steps"):
+        for name in ("max_requests", "lag", "page_size", "prompt_width"):
             check_whole(name, getattr(self, name))
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; wanted 1 or more")
-        for name in ("max_context", "k", "pages", "max_batched_tokens"):
+        for name in ("max_context", "k", "pages", "max_batched_tokens", "steps"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name))
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; wanted 1 or more")
         tiers = self.batch_tiers
         if tiers is not None and not (_increasing(tiers) and tiers[-1] == self.max_requests):
             raise ValueError(

@@ -51,14 +51,13 @@ class Pieces:
 
 @flax.struct.dataclass
 class Report:
-    """Outcomes of the ``done`` steps of a dispatch, stacked along a leading axis.
+    """What a step did; on the host, what the n steps of a dispatch did, along a leading axis.
 
-    ``finish`` says after each step why a lane's request has ended; RUNNING if it has not.
+    ``finish`` says after the step why a lane's request has ended; RUNNING if it has not.
     """
 
     outcome: Outcome
-    finish: Int[Array, "n L"]
-    done: Int[Array, ""]
+    finish: Int[Array, "*n L"]
 
 
 @flax.struct.dataclass
@@ -106,65 +105,21 @@ def admit(state: State, starting: Starting) -> State:
     )
 
 
-def run(
+def step(
     weights: Weights,
     state: State,
     tables: CostTables,
     lanes: Lanes,
-    steps: Int[Array, ""],
-    spare: Int[Array, ""],
-    *,
-    config: StepConfig,
-    most: int,
-) -> tuple[State, Report]:
-    """Up to ``steps`` (at most ``most``) steps; none after more than ``spare`` requests ended.
-
-    A ``spare`` below 0 steps although nobody decodes: a warm-up.
-    """
-    inner = _enter(state, lanes)
-    at_first = inner.active.sum()
-
-    def step(inner: State) -> tuple[State, tuple[Outcome, Array]]:
-        inner, outcome = decode_step(weights, inner, tables, config=config)
-        return inner, (outcome, inner.finish)
-
-    record = jax.tree.map(
-        lambda one: jnp.zeros((most, *one.shape), one.dtype), jax.eval_shape(step, inner)[1]
-    )
-
-    def going(carry: tuple[State, Any, Array]) -> Array:
-        inner, _, done = carry
-        active = inner.active.sum()
-        wanted = (active > 0) & (at_first - active <= spare)
-        return (done < steps) & (wanted | (spare < 0))
-
-    def body(carry: tuple[State, Any, Array]) -> tuple[State, Any, Array]:
-        inner, record, done = carry
-        inner, taken = step(inner)
-        record = jax.tree.map(lambda every, one: every.at[done].set(one), record, taken)
-        return inner, record, done + 1
-
-    zero = jnp.zeros((), jnp.int32)
-    inner, record, done = jax.lax.while_loop(going, body, (inner, record, zero))
-    return _leave(state, inner, lanes), Report(record[0], record[1], done)
-
-
-def mixed(
-    weights: Weights,
-    state: State,
-    tables: CostTables,
-    lanes: Lanes,
-    pieces: Pieces,
+    pieces: Pieces | None = None,
     *,
     config: StepConfig,
 ) -> tuple[State, Report]:
-    """One step with rows of prompts in it."""
-    inner = _enter(state, lanes)
-    prompts = rectangle(pieces.tokens, pieces.start, pieces.count, pieces.lane)
+    """One step of the lanes, with rows of prompts in it."""
+    inner, prompts = _enter(state, lanes), None
+    if pieces is not None:
+        prompts = rectangle(pieces.tokens, pieces.start, pieces.count, pieces.lane)
     inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
-    record = jax.tree.map(lambda one: one[None], (outcome, inner.finish))
-    done = jnp.ones((), jnp.int32)
-    return _leave(state, inner, lanes), Report(record[0], record[1], done)
+    return _leave(state, inner, lanes), Report(outcome, inner.finish)
 
 
 def with_tables(

@@ -82,26 +82,27 @@ class Metrics:
         if sequence.arrived is not None:
             self._queue.add(now - sequence.arrived)
 
-    def read(self, flight: Flight, report: Report) -> None:
-        """Take over a dispatch that has just been read, before its sequences have grown."""
+    def read(self, flight: Flight, report: Report) -> float | None:
+        """Take over a dispatch that has just been read, before its sequences have grown.
+
+        Returns:
+            Seconds of each of its steps on the device; None where they are not known.
+        """
         assert flight.ended is not None, "a dispatch is read before it is counted"
         seconds = flight.ended - max(flight.sent, self._read_at)
         # Read late, it may have ended long before, and the next one begun.
         exact = flight.waited and (self._waited or flight.sent >= self._read_at)
         self._read_at, self._waited = flight.ended, flight.waited
-        done = int(report.done)
-        if not done:
-            return
         outcome = report.outcome
-        count, window = (np.asarray(part[:done]) for part in (outcome.count, outcome.window))
-        judged = np.asarray(outcome.accepted[:done])
+        count, window = np.asarray(outcome.count), np.asarray(outcome.window)
+        judged, done = np.asarray(outcome.accepted), len(count)
         live = count > 0
         window, judged = window * live, judged * live
         if outcome.bounds is not None:
             for name in ("blocks", "low", "high"):
-                self._sums[f"bounded_{name}"] += getattr(outcome.bounds, name)[:done].sum().item()
+                self._sums[f"bounded_{name}"] += getattr(outcome.bounds, name).sum().item()
         decision = outcome.decision
-        depth = np.zeros(done, np.int32) if decision is None else np.asarray(decision.depth[:done])
+        depth = np.zeros(done, np.int32) if decision is None else np.asarray(decision.depth)
         taken = live.any(axis=1)  # other steps read prompts and nothing else
 
         committed = np.minimum(judged, window)
@@ -126,10 +127,11 @@ class Metrics:
         self._count_positions(proposed[live], accepted[live])
         self._windows.add(window[live])
         if decision is not None:
-            self._budgets.add(decision.budget[:done][taken])
+            self._budgets.add(np.asarray(decision.budget)[taken])
             if decision.confidence is not None:
-                self._believe(flight, decision.confidence[:done], proposed, accepted)
+                self._believe(flight, decision.confidence, proposed, accepted)
         self._time(flight, seconds / done, count, window, depth, exact=exact)
+        return seconds / done if exact else None
 
     def ended(self, sequence: Sequence, completion: Completion) -> Service:
         """Count an answer; how it was served."""

@@ -40,8 +40,7 @@ _START = jax.jit(
     on_device.start, static_argnames=("config", "slots", "pool", "context", "dtype", "stop_width")
 )
 _ADMIT = jax.jit(on_device.admit, donate_argnums=0)
-_RUN = jax.jit(on_device.run, static_argnames=("config", "most"), donate_argnums=1)
-_MIXED = jax.jit(on_device.mixed, static_argnames="config", donate_argnums=1)
+_STEP = jax.jit(on_device.step, static_argnames="config", donate_argnums=1)
 
 
 @dataclasses.dataclass
@@ -51,7 +50,7 @@ class Flight:
     Attributes:
         plan: what was asked for.
         lanes: which lane a sequence decodes in.
-        launched: outcomes on the device, as soon as it has been launched there.
+        launched: what its steps did, on the device, as soon as they have been launched there.
         batch: lanes it was compiled for.
         pieces: pieces of prompts it was compiled for.
         shape: what its steps draft and verify; None where they decide it themselves.
@@ -62,7 +61,7 @@ class Flight:
 
     plan: Plan
     lanes: list[tuple[Text, int]]
-    launched: Future[Report]
+    launched: Future[list[Report]]
     batch: int
     pieces: int
     shape: Shape | None
@@ -77,26 +76,27 @@ class Flight:
             Exception: what went wrong on the device.
         """
         ready = self.launched.done()
-        report = self.launched.result()
-        done: Any = report.done
-        self.waited = not (ready and done.is_ready())
-        jax.block_until_ready(report)
+        reports = self.launched.result()
+        last: Any = reports[-1].finish
+        self.waited = not (ready and last.is_ready())
+        jax.block_until_ready(reports)
         self.ended = clock()
 
     def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
         if self.ended is None:
             self.wait(clock)
-        return jax.device_get(self.launched.result())
+        reports = jax.device_get(self.launched.result())
+        return jax.tree.map(lambda *steps: np.stack(steps), *reports)
 
 
 @dataclasses.dataclass
 class Programs:
     """Everything an engine runs on the device, bound to its tiers.
 
-    A loop on a GPU blocks the thread that launches it until it has ended: its host looks at the
-    condition of every turn. So a thread of its own launches what is dispatched, in order, and
-    the state belongs to that thread.
+    A step is launched while those before it run, so that the device goes from one to the next. A
+    thread of its own launches them, in order, while the host plans and reads; the state belongs to
+    that thread.
 
     Attributes:
         weights: of the pair.
@@ -110,7 +110,6 @@ class Programs:
         columns: increasing page counts of a request.
         pieces: most pieces of prompts in a step.
         prompt_width: rows of a piece.
-        steps: most steps of a dispatch.
         context: most tokens of prompt and answer together.
         dtype: of the caches.
     """
@@ -126,7 +125,6 @@ class Programs:
     columns: tuple[int, ...]
     pieces: int
     prompt_width: int
-    steps: int
     context: int
     dtype: Any
 
@@ -195,7 +193,7 @@ class Programs:
 
         def call(batch: int, columns: int, pieces: int, shape: Shape | None) -> Call:
             placed = _placed([], batch, columns, self.slots)
-            return self._call(config, placed, [], pieces, 2, -1, shape)
+            return self._call(config, placed, [], pieces, shape)
 
         def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
             program, *operands, static = call(*tier)
@@ -230,18 +228,18 @@ class Programs:
             _placed(lanes, batch, columns, self.slots, len(decoding)),
             pieces,
             room,
-            plan.steps,
-            plan.spare,
             shape,
         )
 
-        def launch() -> Report:
+        def launch() -> list[Report]:
             for group in starting:
                 self._admit(group)
-            report = self._launch(call)
-            for leaf in jax.tree.leaves(report):
-                leaf.copy_to_host_async()
-            return report
+            reports = []
+            for _ in range(plan.steps):
+                reports.append(self._launch(call))
+                for leaf in jax.tree.leaves(reports[-1]):
+                    leaf.copy_to_host_async()
+            return reports
 
         return Flight(plan, decoding, self._launcher.submit(launch), batch, room, shape)
 
@@ -292,22 +290,17 @@ class Programs:
         placed: Lanes,
         pieces: list[tuple[Piece, int]],
         count: int,
-        steps: int,
-        spare: int,
         shape: Shape | None,
     ) -> Call:
-        """One dispatch, with room for ``count`` pieces of prompts."""
+        """A step, with room for ``count`` pieces of prompts."""
         batch = placed.decoding.shape[0]
         if shape is None:
             config = self.stepping(config, batch)
         else:
             config = dataclasses.replace(config, shape=shape, walk_caps=())
         tables, lanes = self._priced[batch, count], self._on_device(placed)
-        if count:
-            rows = jax.device_put(self._rows(pieces, count, batch))
-            return _MIXED, tables, lanes, rows, {"config": config}
-        limits = jax.device_put((np.int32(steps), np.int32(spare)))
-        return _RUN, tables, lanes, *limits, {"config": config, "most": self.steps}
+        rows = jax.device_put(self._rows(pieces, count, batch)) if count else None
+        return _STEP, tables, lanes, rows, {"config": config}
 
     def _on_device(self, placed: Lanes) -> Lanes:
         """The same, copied only if it differs from what the last dispatch had."""

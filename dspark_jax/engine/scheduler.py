@@ -29,24 +29,18 @@ class Plan:
         decoding: sequences that decode, the starting ones included.
         pieces: of prompts, which ride along.
         steps: steps to take; 1 with pieces.
-        spare: requests whose end does not end it; beyond that, places are better filled again.
     """
 
     starting: list[Sequence]
     decoding: list[Sequence]
     pieces: list[Piece]
     steps: int
-    spare: int
 
     @property
     def sequences(self) -> list[Sequence]:
         """Everyone in it, once each."""
         prompts = dict.fromkeys(piece.sequence for piece in self.pieces)
         return [*self.decoding, *prompts]
-
-
-SPARE = 16
-"""Several steps go on until one in so many requests has ended."""
 
 
 class Scheduler:
@@ -63,10 +57,11 @@ class Scheduler:
         width: rows of a full window.
         pieces: pieces of prompts in one step.
         prompt_width: rows of a piece.
-        steps: steps of a dispatch while nobody joins.
+        steps: most steps of a dispatch; it takes them while nobody joins.
         prefix_reuse: whether full pages are kept for later requests.
 
     Attributes:
+        steps: most steps of a dispatch; may be changed between two plans.
         preemptions: how often a request lost its pages.
         sought_rows: rows of joining requests, looked for in known pages.
         reused_rows: rows that were found there instead of computed.
@@ -94,7 +89,7 @@ class Scheduler:
         self._width = width
         self._pieces = pieces
         self._prompt_width = prompt_width
-        self._steps = steps
+        self.steps = steps
         self._reuse = prefix_reuse
         self._read_now = True
 
@@ -111,19 +106,21 @@ class Scheduler:
         ]
         for sequence in starting:
             sequence.stage = Stage.DECODING
-        decoding = [s for s in self.running if s.stage is Stage.DECODING]
+        # A step emits a token at least: whoever has as many in flight as room will have ended.
+        decoding = [s for s in self.running if s.stage is Stage.DECODING and s.in_flight < s.room]
         pieces: list[Piece] = []
         if self._read_now or not decoding or self._unread() >= self._pieces:
             pieces = self._next_pieces()
         if not decoding and not pieces:
             return None
         steps = 1
-        if not pieces and self._grow(decoding, self._steps):
-            steps = self._steps
+        if not pieces:
+            longest = min(self.steps, max(one.room - one.in_flight for one in decoding))
+            steps = longest if self._grow(decoding, longest) else 1
         self._read_now = not pieces
         for sequence in decoding:
             sequence.in_flight += steps
-        return Plan(starting, decoding, pieces, steps, len(decoding) // SPARE)
+        return Plan(starting, decoding, pieces, steps)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up slot, pages and place in the queue."""
@@ -220,7 +217,7 @@ class Scheduler:
 
     def _growing(self) -> int:
         """Pages for those that will grow, or they would throw a newcomer out again: one each."""
-        return sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
+        return sum(self._missing(other, self.steps + 1) > 0 for other in self.running)
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""

@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -256,7 +257,7 @@ def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
     return 1.0 - weight.sum(axis=0), weight
 
 
-def _aged(known: np.ndarray, steps: np.ndarray, rate: float) -> np.ndarray:
+def _aged(known: np.ndarray, steps: Any, rate: float) -> np.ndarray:
     """What is known after so many steps that did not measure it."""
     return 1.0 - (1.0 - known) * (1.0 - rate) ** steps
 

@@ -123,12 +123,12 @@ def serve(make_engine):
     costs = table((1.0, 1.3), draft=0.1, buckets=(SMALL, FULL))
 
     def wait(flight, clock, machine):
-        report = jax.device_get(flight.launched.result())
+        steps = len(flight.launched.result())
         verification = 1.3 * machine["slower"] if flight.shape.rows > SMALL else 1.0
         seconds = verification + 0.1 * (flight.shape.depth > 0)
         machine["dispatches"] += 1
         hiccup = 50 if machine["dispatches"] == machine["hiccup"] else 1
-        machine["now"] += report.done * seconds * hiccup
+        machine["now"] += steps * seconds * hiccup
         flight.ended, flight.waited = machine["now"], True
 
     def run(*, slower=1.0, hiccup=None, count=300, **changes):

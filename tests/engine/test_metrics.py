@@ -226,7 +226,7 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
     flight = SimpleNamespace(
         sent=1.0, ended=7.0, waited=True, batch=4, pieces=0, lanes=lanes, shape=None
     )
-    metrics.read(flight, SimpleNamespace(done=np.int32(2), outcome=outcome))
+    metrics.read(flight, SimpleNamespace(outcome=outcome))
     found = as_json(metrics.figures())
     # 5 rows in a bucket of 6 at 50 cache rows, with drafts; then 3 rows in 4 at 22, without
     assert found["verify_bucket_steps_total"] == {"6": 1, "4": 1}

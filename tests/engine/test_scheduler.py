@@ -67,14 +67,19 @@ def test_prompts_that_fill_a_step_are_read_one_after_the_other():
     assert len(queue.plan().pieces) == 1
 
 
-def test_one_end_in_sixteen_does_not_stop_a_dispatch():
-    queue = scheduler(pages=40, slots=17)
-    for index in range(17):
-        queue.add(sequence(index, [5]))
-    assert queue.plan().spare == 1
-    few = scheduler(slots=1)
-    few.add(sequence(0, [5]))
-    assert few.plan().spare == 0
+def test_who_will_have_ended_takes_part_in_nothing_more():
+    """A step emits a token at least, so four tokens last four steps at most."""
+    queue = scheduler(pages=40)
+    short, long = sequence(0, [5], 4), sequence(1, [6], 9)
+    queue.add(short)
+    queue.add(long)
+    plans = [queue.plan() for _ in range(4)]
+    assert [plan and (plan.steps, plan.decoding) for plan in plans] == [
+        (3, [short, long]),
+        (3, [short, long]),
+        (3, [long]),
+        None,
+    ]
 
 
 def test_the_newest_request_makes_room_and_waits_for_its_last_tokens():

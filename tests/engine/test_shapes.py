@@ -54,7 +54,7 @@ def report(*confidences, depth=None):
     depth = values.shape[2] if depth is None else depth
     decision = SimpleNamespace(confidence=values, depth=np.full(len(values), depth))
     outcome = SimpleNamespace(count=np.ones(values.shape[:2], int), decision=decision)
-    return SimpleNamespace(done=np.int32(len(values)), outcome=outcome)
+    return SimpleNamespace(outcome=outcome)
 
 
 def test_every_row_count_has_a_depth_that_leaves_a_choice():
