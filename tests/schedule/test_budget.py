@@ -121,10 +121,10 @@ def test_a_staircase_stops_the_early_stop_but_not_the_global_search():
     cost = tables([1.0, 1.0, 2.1, 2.1, 2.1, 2.1], block_size=4)
     survival = np.cumprod(np.full((1, 4), 0.95, np.float32), axis=1)
     valid = np.ones((1, 4), bool)
-    theta = np.asarray(expected_throughput(survival, valid, load(1), cost))
+    theta = np.asarray(throughput(survival, valid, load(1), cost))
     np.testing.assert_allclose(theta[[0, 1, 4]], [1.0, 0.929, 2.1545], atol=5e-4)
-    assert int(best_budget(survival, valid, load(1), cost).budget) == 4
-    assert int(causal_budget(survival, valid, load(1), cost).budget) == 0
+    assert int(best(survival, valid, load(1), cost).budget) == 4
+    assert int(causal(survival, valid, load(1), cost).budget) == 0
 
 
 @pytest.mark.parametrize(("second", "greedy_choice"), [(0.9, 2), (0.0, 0)])
@@ -132,8 +132,8 @@ def test_the_early_stop_is_blind_to_the_token_that_biases_a_global_search(second
     cost = tables(1 / np.array([1.0, 1.0, 0.5, 0.45]), block_size=2)
     survival = np.array([[0.8, 0.8 * second]], np.float32)
     valid = np.ones((1, 2), bool)
-    assert int(causal_budget(survival, valid, load(1), cost).budget) == 0
-    assert int(best_budget(survival, valid, load(1), cost).budget) == greedy_choice
+    assert int(causal(survival, valid, load(1), cost).budget) == 0
+    assert int(best(survival, valid, load(1), cost).budget) == greedy_choice
 
 
 @pytest.mark.parametrize("policy", [best, causal])
@@ -188,7 +188,7 @@ def test_a_shallow_walk_is_taken_where_it_saves_more_than_the_deep_positions_bri
     survival = np.cumprod(np.full((SLOTS, BLOCK), 0.5, np.float32), axis=1)
     valid = np.ones((SLOTS, BLOCK), bool)
     cost = tables(np.ones(16), np.ones((1, SLOTS + 1)))
-    best_of = functools.partial(best_budget, depths=(1, 2, BLOCK))
+    best_of = jax.jit(functools.partial(best_budget, depths=(1, 2, BLOCK)))
     level = best_of(survival, valid, load(3), cost)
     assert (int(level.depth), int(level.budget)) == (BLOCK, SLOTS * BLOCK)
     steep = cost.replace(walk=jnp.asarray([0.1, 0.2, 0.9, 1.0]))
@@ -293,7 +293,7 @@ def test_counting_and_sorting_find_the_same_gains():
             for sum_, budget, real in zip(*map(np.asarray, row), strict=True)
             if real
         }
-        for gains in (_counted_gains, _sorted_gains)
+        for gains in map(jax.jit, (_counted_gains, _sorted_gains))
     ]
     assert found[0] == pytest.approx(found[1])
     assert len(found[0]) > 20
