@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from dspark_jax.models.ragged import compact, rectangle
-from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
+from dspark_jax.verify import accept
+from dspark_jax.verify.accept import Sampling
 
 RUNS = 20_000
+accepted_prefix = jax.jit(accept.accepted_prefix, static_argnames="filtered")
+final_token = jax.jit(accept.final_token, static_argnames="filtered")
 
 
 def sampling(count=RUNS, temperature=1.0, top_k=0, top_p=1.0):
