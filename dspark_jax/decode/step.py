@@ -166,7 +166,7 @@ def _draft_and_allocate(
     budget, depth = jnp.where(drafting, budget, 0), jnp.where(drafting, depth, 0)
 
     caps = (0, *depths)
-    tier = jnp.searchsorted(jnp.asarray(caps), depth)
+    tier = jnp.searchsorted(jnp.asarray(caps), depth, method="compare_all")
     branches = [functools.partial(draft, cap=cap, config=config) for cap in caps]
     drafts = jax.lax.switch(tier, branches, weights, state, keys)
     depth = jnp.asarray(caps, jnp.int32)[tier]
@@ -279,7 +279,7 @@ def verify_and_commit(
         if config.shape.rows == state.slots * (walked + 1):
             return run(rectangle(rows, start, count), window)
         buckets = (config.shape.rows,)
-    tier = jnp.searchsorted(jnp.asarray(buckets), count.sum())
+    tier = jnp.searchsorted(jnp.asarray(buckets), count.sum(), method="compare_all")
 
     def bucket(size: int):
         return lambda: run(compact(rows, start, count, size), window)

@@ -53,7 +53,7 @@ def at_context(table: Float[Array, "C X"], tables: CostTables, rows: Array) -> F
     if count == 1:
         return table[0]
     rows = jnp.asarray(rows, jnp.float32)
-    lower = jnp.searchsorted(tables.contexts, rows, side="right") - 1
+    lower = (tables.contexts <= rows).sum() - 1
     lower = jnp.clip(lower, 0, count - 2)
     start, end = tables.contexts[lower], tables.contexts[lower + 1]
     share = jnp.clip((rows - start) / (end - start), 0.0, 1.0)

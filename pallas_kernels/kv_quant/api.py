@@ -13,9 +13,6 @@ from pallas_kernels.kv_quant.layouts import Layout
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
-"""What None takes where both can run (docs/kernels/kv_quant.md)."""
-
 
 def write(
     pool: UInt8[Array, "..."],
@@ -37,7 +34,7 @@ def write(
         layout: of a row.
         page_size: rows of a page.
         implementation: ``"xla"`` runs anywhere; ``"triton"`` needs a Hopper GPU, bf16 rows and
-            one of the two published layouts. None takes `AUTOMATIC` where that can run and xla
+            one of the two published layouts. None takes triton where it can run and xla
             elsewhere.
 
     Raises:
@@ -56,7 +53,7 @@ def write(
         "kv_quant.write",
         "triton",
         implementation,
-        AUTOMATIC,
+        "triton",
         lambda: missing_hopper() or pallas_triton.unsupported(pool, slots, rows, layout),
     )
     run = {"xla": reference.write, "triton": pallas_triton.write}[wanted]

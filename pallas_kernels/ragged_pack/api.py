@@ -12,9 +12,6 @@ from pallas_kernels.ragged_pack import pallas_triton, reference
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
-"""What None takes where both can run (docs/kernels/ragged_pack.md)."""
-
 
 def ragged_pack(
     tokens: Int[Array, "S W"],
@@ -32,7 +29,7 @@ def ragged_pack(
         count: how many of them are packed, 0..W; their sum must not exceed ``size``.
         size: T, rows of the packed batch.
         implementation: ``"xla"`` runs anywhere; ``"triton"`` needs a Hopper GPU and int32.
-            None takes `AUTOMATIC` where that can run and xla elsewhere.
+            None takes triton where it can run and xla elsewhere.
 
     Returns:
         tokens ``[T]``, 0 in rows that no request owns; requests ``[T]``, S there; positions
@@ -51,7 +48,7 @@ def ragged_pack(
         "ragged_pack",
         "triton",
         implementation,
-        AUTOMATIC,
+        "triton",
         lambda: missing_hopper() or pallas_triton.unsupported(tokens, start, count),
     )
     run = {"xla": reference.ragged_pack, "triton": pallas_triton.ragged_pack}[wanted]

@@ -27,7 +27,7 @@ def implementations() -> dict[str, Callable[..., tuple[jax.Array, ...]]]:
     """The implementations as callers get them, XLA's other search, other cuts."""
     runs: dict[str, Callable[..., tuple[jax.Array, ...]]] = {
         "xla": reference.ragged_pack,
-        "xla compare_all": functools.partial(reference.ragged_pack, search="compare_all"),
+        "xla scan": functools.partial(reference.ragged_pack, search="scan"),
         "triton": pallas_triton.ragged_pack,
     }
     for tuning in TUNINGS:

@@ -14,12 +14,12 @@ def ragged_pack(
     count: Int[Array, "S"],
     size: int,
     *,
-    search: Literal["scan", "compare_all"] = "scan",
+    search: Literal["scan", "compare_all"] = "compare_all",
 ) -> tuple[Int[Array, "T"], Int[Array, "T"], Int[Array, "T"], Int[Array, "S W"]]:
     """Same arguments and result as `pallas_kernels.ragged_pack.ragged_pack`.
 
-    ``search`` is a method of ``jnp.searchsorted``: a loop of bisections, or all S x T comparisons
-    at once.
+    ``search`` is a method of ``jnp.searchsorted``: all S x T comparisons at once, or a loop of
+    bisections, for each of which a GPU asks its host.
     """
     requests, width = tokens.shape
     ends = jnp.cumsum(count)

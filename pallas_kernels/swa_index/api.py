@@ -12,9 +12,6 @@ from pallas_kernels.swa_index import pallas_triton, reference
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
-"""What None takes where both can run (docs/kernels/swa_index.md)."""
-
 
 def swa_index(
     position: Int[Array, "T"],
@@ -39,7 +36,7 @@ def swa_index(
         window: positions that a token sees, its own included.
         length: rows of a ring.
         implementation: ``"xla"`` runs anywhere; ``"triton"`` needs a Hopper GPU and int32.
-            None takes `AUTOMATIC` where that can run and xla elsewhere.
+            None takes triton where it can run and xla elsewhere.
 
     Returns:
         Rows ``[T, window]``, the oldest first, then -1, and -1 alone where the request has no
@@ -62,7 +59,7 @@ def swa_index(
         "swa_index",
         "triton",
         implementation,
-        AUTOMATIC,
+        "triton",
         lambda: missing_hopper() or pallas_triton.unsupported(position, request, ring, origin),
     )
     run = {"xla": reference.swa_index, "triton": pallas_triton.swa_index}[wanted]

@@ -19,16 +19,16 @@ INTERPRETED = functools.partial(
 @pytest.fixture(
     scope="module",
     params=[
+        "xla",
         "xla scan",
-        "xla compare_all",
         "triton, interpreted",
         pytest.param("triton", marks=pytest.mark.gpu),
     ],
 )
 def run(request):
     call = {
-        "xla scan": functools.partial(ragged_pack, implementation="xla"),
-        "xla compare_all": functools.partial(reference.ragged_pack, search="compare_all"),
+        "xla": functools.partial(ragged_pack, implementation="xla"),
+        "xla scan": functools.partial(reference.ragged_pack, search="scan"),
         "triton, interpreted": INTERPRETED,
         "triton": functools.partial(ragged_pack, implementation="triton"),
     }[request.param]
@@ -102,11 +102,10 @@ def test_the_kernel_says_what_it_does_not_support():
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
-def test_triton_without_a_gpu_raises_and_the_default_falls_back(monkeypatch):
+def test_triton_without_a_gpu_raises_and_the_default_falls_back():
     case = batch(COUNTS["mixed"])
     with pytest.raises(NotImplementedError, match="ragged_pack cannot run"):
         ragged_pack(*case, SIZE, implementation="triton")
-    monkeypatch.setattr("pallas_kernels.ragged_pack.api.AUTOMATIC", "triton")
     for got, want in zip(ragged_pack(*case, SIZE), by_hand(*case, SIZE), strict=True):
         np.testing.assert_array_equal(got, want)
 
