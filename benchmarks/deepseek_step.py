@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -136,25 +137,28 @@ def cells(
                 return
         found.append(cell)
 
+    def compared(figure: Figure, count: int, context: int) -> None:
+        for one in (KERNELS, PLAIN):
+            fields = {"implementation": one, "profiled": True}
+            add(figure, count, context, count * full, "static", full, **fields)
+
     for figure in figures:
         for count in users:
             if figure == "kernels":
-                for one in (KERNELS, PLAIN):
-                    fields = {"implementation": one, "profiled": True}
-                    add(figure, count, context, count * full, "static", full, **fields)
+                compared(figure, count, context)
+            elif figure == "contexts":
+                for other in contexts:
+                    compared(figure, count, other)
             elif figure == "windows":
                 add(figure, count, context, count * full, "static", full)
-                for window in windows:
-                    add(figure, count, context, round(count * window), "compact", full)
-            elif figure == "widths":
+            else:
                 for width in range(1, full + 1):
                     mode = "off" if width == 1 else "static"
                     add(figure, count, context, count * width, mode, width)
-            else:
-                for other in contexts:
-                    for one in (KERNELS, PLAIN):
-                        fields = {"implementation": one, "profiled": True}
-                        add(figure, count, other, count * full, "static", full, **fields)
+        if figure == "windows":
+            # large batches first: there rows are dear, and time may run out
+            for window, count in itertools.product(windows, reversed(users)):
+                add(figure, count, context, round(count * window), "compact", full)
     return found
 
 
@@ -372,7 +376,8 @@ def _run(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _occupied(config: StepConfig, users: int, context: int) -> State:
     """Requests at evenly spaced places of the replayed text, their caches full of random rows."""
-    room = (MOST_STEPS + 1) * config.width
+    # a request that fills its context has ended
+    room = (MOST_STEPS + 2) * config.width
     state = init_state(
         config, slots=users, capacity=context + room, max_tokens=room, dtype=jnp.bfloat16
     )

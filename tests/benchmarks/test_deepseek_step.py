@@ -1,5 +1,6 @@
 """The decode step of a DeepSeek-V4 shape: what is measured, compared and refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -32,7 +33,7 @@ def test_figures_share_their_programs():
     assert [one.figures for one in shared] == [("kernels", "windows", "widths")] * 2
     assert all(one.profiled for one in full)
     compact = [one for one in found if one.mode == "compact"]
-    assert [one.rows for one in compact] == [16, 24, 128, 192]
+    assert [one.rows for one in compact] == [128, 16, 192, 24]
 
 
 def test_other_contexts_are_compared_as_well():
@@ -121,8 +122,9 @@ def test_a_compact_cell_verifies_its_rows_and_walks_whole_blocks():
 
 @pytest.mark.slow
 def test_a_step_of_windows_of_one_row_commits_a_token_of_each_request():
-    cell = Cell(("widths",), 2, 32, 2, "off", 1)
-    program = Program(cell, TINY, random_weights(TINY))
+    target = dataclasses.replace(TINY.target, num_hidden_layers=1, compress_ratios=(4,))
+    pair = dataclasses.replace(TINY, target=target, target_layer_ids=(0,))
+    program = Program(Cell(("widths",), 2, 32, 2, "off", 1), pair, random_weights(pair))
     figures = measure(program, program.compile())
     assert figures["step_ms"] > 0
     assert figures["tokens_per_step"] == 2
