@@ -256,8 +256,8 @@ class Programs:
             self.choice.begin(one.slot, one.room, one.rows)
         slots = [one.slot for one in plan.decoding]
         costs = self._in_use[batch, pieces]
-        alone = self._in_use[batch, 0] if pieces else None
-        return self.choice.choose(self._shapes(batch, pieces), batch, costs, slots, alone)
+        shapes = self._shapes(batch, pieces)
+        return self.choice.choose(shapes, batch, costs, slots, prompts=pieces > 0)
 
     @property
     def _group(self) -> int:

@@ -126,6 +126,8 @@ class ShapeChoice:
         self._step = step
         self._held: deque[_Measured] = deque()
         self._last: dict[tuple[Shape, ...], Shape] = {}
+        # tokens a second of decoding without prompts
+        self._pace = 0.0
 
     def begin(self, slot: int, room: int, rows: int) -> None:
         """A request begins to decode: it is taken for a typical one until it has been measured.
@@ -199,16 +201,18 @@ class ShapeChoice:
         batch: int,
         costs: CostTables,
         slots: Sequence[int],
-        alone: CostTables | None = None,
+        *,
+        prompts: bool = False,
     ) -> Shape:
         """The shape of a dispatch in which the requests of ``slots`` decode in ``batch`` lanes.
 
         θ = (N + Σ survivals of the best drafts that fit) / (draft + verify seconds), as in
-        `schedule.budget`, without the seconds that prompts take in any shape: they would make
-        drafts look cheap that cost more here than their tokens would cost later.
+        `schedule.budget`. Beside prompts θ would count their seconds as the drafts', and draft
+        what costs more than its tokens will in later dispatches: there the most tokens are wanted
+        beyond those that decoding alone makes in the same time.
 
         Args:
-            alone: ``costs`` of a dispatch without prompts, where this one carries some.
+            prompts: whether the dispatch carries some.
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
@@ -222,22 +226,22 @@ class ShapeChoice:
             if ending:
                 column *= room > position + 1
 
-        def seconds(shape: Shape, costs: CostTables) -> float:
-            return float(np.interp(total, costs.contexts, _seconds(shape, batch, costs)))
-
-        prompts = 0.0
-        if alone is not None:
-            prompts = max(seconds(shapes[0], costs) - seconds(shapes[0], alone), 0.0)
         best_of = _best_sums(survival)
-        promised = {}
+        expected, promised = {}, {}
         for shape in shapes:
-            gained = best_of(shape.depth, shape.rows - len(index))
-            promised[shape] = (len(index) + gained) / (seconds(shape, costs) - prompts)
+            seconds = float(np.interp(total, costs.contexts, _seconds(shape, batch, costs)))
+            tokens = len(index) + best_of(shape.depth, shape.rows - len(index))
+            expected[shape] = tokens - self._pace * seconds
+            promised[shape] = tokens / seconds
+        if prompts and self._pace:
+            return max(shapes, key=lambda shape: expected[shape])
         best = max(shapes, key=lambda shape: promised[shape])
         last = self._last.get(shapes, best)
         if promised[last] * (1 + self._step.hysteresis) < promised[best]:
             last = best
         self._last[shapes] = last
+        if not prompts:
+            self._pace = promised[last]
         return last
 
 

@@ -109,10 +109,13 @@ def test_the_shape_of_highest_expected_throughput_is_taken(trust, a_row, best):
 def test_prompts_that_ride_along_make_no_draft_cheaper(a_row):
     choice = choice_of(np.full((BATCH, DEPTH), 0.6))
     shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
-    alone, beside = costs(a_row=a_row), costs(base=20.0, a_row=a_row)
-    wanted = choice.choose(shapes, BATCH, alone, range(BATCH))
-    assert choice.choose(shapes, BATCH, beside, range(BATCH)) != wanted
-    assert choice.choose(shapes, BATCH, beside, range(BATCH), alone) == wanted
+    beside = costs(base=20.0, a_row=a_row)
+    by_rate = choice.choose(shapes, BATCH, beside, range(BATCH), prompts=True)
+    wanted = choice.choose(shapes, BATCH, costs(a_row=a_row), range(BATCH))
+    assert by_rate.rows > wanted.rows, "no pace is known before anybody decodes alone"
+    assert choice.choose(shapes, BATCH, beside, range(BATCH), prompts=True) == wanted
+    # a token is worth what it costs when everybody decodes
+    assert choice.choose(shapes, BATCH, beside, [0], prompts=True).depth <= wanted.depth
 
 
 @pytest.mark.parametrize("seed", range(6))
