@@ -21,7 +21,7 @@ block_hidden = jax.jit(dspark.block_hidden, static_argnums=0)
 
 def taps_of(config, rows, seed=1):
     width = len(config.target_layer_ids) * config.target_hidden_size
-    return jax.random.normal(jax.random.key(seed), (rows, width))
+    return jax.device_put(np.float32(np.random.default_rng(seed).normal(size=(rows, width))))
 
 
 def filled(config, value):

@@ -12,11 +12,10 @@ OUTPUTS = 24
 
 
 def operands(width, rows=1):
-    row, weight = jax.random.key(width), jax.random.key(width + 1)
-    return (
-        jax.random.normal(row, (rows, width), jnp.bfloat16),
-        jax.random.normal(weight, (OUTPUTS, width), jnp.bfloat16),
-    )
+    random = np.random.default_rng(width)
+    # from NumPy: JAX would compile its generator for every shape
+    x, weight = (random.normal(size=(count, width)) for count in (rows, OUTPUTS))
+    return jax.device_put((x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)))
 
 
 def exact(x, weight):

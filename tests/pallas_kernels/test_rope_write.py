@@ -133,7 +133,8 @@ def test_broken_numbers_are_cached_as_finite_ones_only_when_asked(run):
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_lowers_for_hopper_with_caches_in_place(lowered_for_hopper, name):
     shape = SHAPES[name]
-    *arrays, eps, finite = operands(Shape(**{**vars(shape), "capacity": 640, "slots": 64}))
+    # caches only as large as the most rows ask for
+    *arrays, eps, finite = operands(Shape(**{**vars(shape), "capacity": 256, "slots": 64}))
     assert pallas_triton.unsupported(arrays[0], arrays[3], arrays[4]) is None
     text = lowered_for_hopper(lambda *a: pallas_triton.rope_write(*a, eps, finite), *arrays)
     assert "xla.gpu.triton" in text
