@@ -32,6 +32,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Runs without diagrams, which take longer than all else in them."""
+    monkeypatch.setattr("train.calibrate.draw_reliability", lambda *_, **__: None)
+
+
 def write_config(folder, source, *, output="run", temperatures="[1.0]"):
     path = folder / "calibrate.toml"
     path.write_text(
@@ -75,9 +81,8 @@ def test_a_run_tells_its_figures_and_is_not_begun_twice(folder, capsys):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_run_that_can_go_on(
-    folder, capsys, monkeypatch, listening_to_ctrl_c, number, code
-):
+@pytest.mark.usefixtures("listening_to_ctrl_c", "undrawn")
+def test_a_signal_ends_a_run_that_can_go_on(folder, capsys, monkeypatch, number, code):
     config = write_config(folder, collect(folder))
     add = Journal.add
 
@@ -111,6 +116,7 @@ def generate(folder, out, *flags):
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_recorded_answers_of_generate_can_be_fitted(folder, capsys):
     out = folder / "records.jsonl"
     assert generate(folder, out, "--mode", "static") == 0

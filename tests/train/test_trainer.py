@@ -121,17 +121,21 @@ def test_every_head_trains_and_the_loss_falls(tiny_run, tiny_target, head):
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tiny_run, tiny_target):
-    run_training(tiny_run, tiny_target)
+@pytest.fixture(scope="module")
+def finished(shared_tiny_run, tiny_target):
+    assert run_training(shared_tiny_run, tiny_target)
+    return shared_tiny_run
+
+
+def test_a_second_run_in_the_same_folder_is_refused(finished, tiny_target):
     with pytest.raises(FileExistsError, match="--resume"):
-        run_training(tiny_run, tiny_target)
+        run_training(finished, tiny_target)
 
 
-def test_a_changed_run_is_not_resumed(tiny_run, tiny_target):
-    run_training(tiny_run, tiny_target)
-    changed = dataclasses.replace(tiny_run.training, learning_rate=1e-3)
+def test_a_changed_run_is_not_resumed(finished, tiny_target):
+    changed = dataclasses.replace(finished.training, learning_rate=1e-3)
     with pytest.raises(ValueError, match=r"config.training.learning_rate was 0.0006 and is 0.001"):
-        run_training(dataclasses.replace(tiny_run, training=changed), tiny_target, resume=True)
+        run_training(dataclasses.replace(finished, training=changed), tiny_target, resume=True)
 
 
 def test_data_of_another_target_is_refused(tiny_run, tiny_target):
