@@ -131,8 +131,9 @@ def test_a_step_of_windows_of_one_row_commits_a_token_of_each_request():
 
 
 def test_what_there_was_no_time_for_is_told_under_the_label_and_nothing_measured_fails(
-    tmp_path, capsys
+    tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr("benchmarks.deepseek_step.random_weights", lambda pair: ())
     path = tmp_path / "step.json"
     options = {"shape": "tiny", "figures": ("windows",), "users": (2,), "context": 32}
     assert main(**options, seconds=0.0, output=path) == 1
