@@ -126,7 +126,7 @@ class ShapeChoice:
         self._step = step
         self._held: deque[_Measured] = deque()
         self._last: dict[tuple[Shape, ...], Shape] = {}
-        # tokens a second of decoding without prompts
+        # tokens a second and request of decoding without prompts
         self._pace = 0.0
 
     def begin(self, slot: int, room: int, rows: int) -> None:
@@ -202,7 +202,7 @@ class ShapeChoice:
         costs: CostTables,
         slots: Sequence[int],
         *,
-        prompts: bool = False,
+        prefilling: int = 0,
     ) -> Shape:
         """The shape of a dispatch in which the requests of ``slots`` decode in ``batch`` lanes.
 
@@ -212,7 +212,7 @@ class ShapeChoice:
         beyond those that decoding alone makes in the same time.
 
         Args:
-            prompts: whether the dispatch carries some.
+            prefilling: requests that are not decoding yet, whose prompts the dispatch carries.
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
@@ -227,21 +227,22 @@ class ShapeChoice:
                 column *= room > position + 1
 
         best_of = _best_sums(survival)
+        pace = self._pace * (len(index) + prefilling)
         expected, promised = {}, {}
         for shape in shapes:
             seconds = float(np.interp(total, costs.contexts, _seconds(shape, batch, costs)))
             tokens = len(index) + best_of(shape.depth, shape.rows - len(index))
-            expected[shape] = tokens - self._pace * seconds
+            expected[shape] = tokens - pace * seconds
             promised[shape] = tokens / seconds
-        if prompts and self._pace:
+        if prefilling and pace:
             return max(shapes, key=lambda shape: expected[shape])
         best = max(shapes, key=lambda shape: promised[shape])
         last = self._last.get(shapes, best)
         if promised[last] * (1 + self._step.hysteresis) < promised[best]:
             last = best
         self._last[shapes] = last
-        if not prompts:
-            self._pace = promised[last]
+        if not prefilling:
+            self._pace = promised[last] / len(index)
         return last
 
 

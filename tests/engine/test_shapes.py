@@ -110,12 +110,14 @@ def test_prompts_that_ride_along_make_no_draft_cheaper(a_row):
     choice = choice_of(np.full((BATCH, DEPTH), 0.6))
     shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
     beside = costs(base=20.0, a_row=a_row)
-    by_rate = choice.choose(shapes, BATCH, beside, range(BATCH), prompts=True)
+    by_rate = choice.choose(shapes, BATCH, beside, range(BATCH), prefilling=1)
     wanted = choice.choose(shapes, BATCH, costs(a_row=a_row), range(BATCH))
     assert by_rate.rows > wanted.rows, "no pace is known before anybody decodes alone"
-    assert choice.choose(shapes, BATCH, beside, range(BATCH), prompts=True) == wanted
-    # a token is worth what it costs when everybody decodes
-    assert choice.choose(shapes, BATCH, beside, [0], prompts=True).depth <= wanted.depth
+    assert choice.choose(shapes, BATCH, beside, range(BATCH), prefilling=1) == wanted
+    # a token is worth what it costs when everybody decodes, though only one does now
+    for others in (range(1), range(BATCH)):
+        choice.choose(shapes, BATCH, costs(a_row=a_row), others)
+    assert choice.choose(shapes, BATCH, beside, [0], prefilling=BATCH) == shapes[0]
 
 
 @pytest.mark.parametrize("seed", range(6))
