@@ -105,7 +105,7 @@ class Occupied:
         return int(status.emitted.sum()), float(np.mean(jax.device_get(state.cache.length)))
 
     def compiled_text(self) -> str:
-        """Optimised program of the device loop; found in the compiler's cache after a run."""
+        """Optimised program of the device loop, a step a turn."""
         state = jax.eval_shape(lambda: self._programs.start(self._config))
         lowered = slot_programs._RUN.lower(
             self._programs.weights,
@@ -114,6 +114,7 @@ class Occupied:
             np.int32(1),
             np.int32(0),
             config=self._config,
+            turn=1,  # whose kernels are those of a step
         )
         text = lowered.compile().as_text()
         assert text is not None

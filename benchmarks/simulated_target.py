@@ -53,7 +53,7 @@ from dspark_jax.decode.setup import cache_dtype, tables_for, variant
 from dspark_jax.decode.state import State, make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes
-from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.config import GPU_STEPS, EngineConfig
 from dspark_jax.engine.cost_profile import profile, write_table
 from dspark_jax.engine.engine import served_step
 from dspark_jax.engine.lanes import Lanes, Report, Starting
@@ -68,8 +68,8 @@ from train.initialize import drafter_config, initial_weights
 LABEL = "SIMULATION: random weights, replayed acceptance"
 """Stands on everything that this writes."""
 
-STEPS = 4
-"""Steps of a dispatch: a choice of a shape holds for them."""
+STEPS = GPU_STEPS
+"""Steps of a dispatch, as an engine takes them."""
 
 UNTIMED, LEAST_DISPATCHES = 4, 6
 """Dispatches before the clock starts, until shapes are chosen by what was read, and after it."""
@@ -91,7 +91,7 @@ _START = jax.jit(
 _ADMIT = jax.jit(lanes.admit, donate_argnums=0)
 
 
-_STEP = jax.jit(lanes.step, static_argnames="config", donate_argnums=1)
+_RUN = jax.jit(lanes.run, static_argnames=("config", "steps"), donate_argnums=1)
 
 
 def simulated_pair(
@@ -215,12 +215,12 @@ class Sweep:
                     state = jax.eval_shape(functools.partial(self._occupied, step, users))
                     weights, placed = self._fixed(step, users)
                     call = weights, state, prepared.tables, placed
-                    yield _STEP.lower(*call, config=step)
+                    yield _RUN.lower(*call, config=step, steps=STEPS)
 
         compile_together(lowered(), progress)
 
     def run(self, prepared: Prepared, users: int, blocks: int) -> tuple[float, list[Report]]:
-        """Seconds of dispatches that verify ``blocks`` windows or more, and reports of their steps.
+        """Seconds of dispatches that verify ``blocks`` windows or more, and their reports.
 
         As in an engine, a dispatch is launched before the one before it is read, and its shape is
         chosen by what had been read until then.
@@ -242,19 +242,18 @@ class Sweep:
                 jax.block_until_ready((state, reports))
                 begin = time.perf_counter()
             shape = choice.choose(shapes, users, costs, everyone) if shapes else None
-            for _ in range(STEPS):
-                call = weights, state, prepared.tables, placed
-                state, report = _STEP(*call, config=prepared.steps[shape])
-                for leaf in jax.tree.leaves(report):
-                    leaf.copy_to_host_async()
-                reports.append(report)
+            call = weights, state, prepared.tables, placed
+            state, report = _RUN(*call, config=prepared.steps[shape], steps=STEPS)
+            for leaf in jax.tree.leaves(report):
+                leaf.copy_to_host_async()
             # texts go on, and their caches are back where they began
             state = state.replace(cache=state.cache.replace(length=jnp.copy(rows)))
-            if shapes and index:
-                read = _stacked(jax.device_get(reports[-2 * STEPS : -STEPS]))
+            if shapes and reports:
+                read = jax.device_get(reports[-1])
                 choice.learn(everyone, everyone, read, [unlimited] * users, [self.rows] * users)
+            reports.append(report)
         jax.block_until_ready((state, reports))
-        return time.perf_counter() - begin, jax.device_get(reports[UNTIMED * STEPS :])
+        return time.perf_counter() - begin, jax.device_get(reports[UNTIMED:])
 
     def _fixed(self, step: StepConfig, users: int) -> tuple[Weights, Lanes]:
         """What every dispatch of a load takes: weights, and everyone in pages of their own."""
@@ -302,10 +301,6 @@ def _with_rows(step: StepConfig, shapes: Sequence[Shape]) -> StepConfig:
     return dataclasses.replace(step, buckets=tuple(shape.rows for shape in shapes))
 
 
-def _stacked(reports: Sequence[Report]) -> Report:
-    return jax.tree.map(lambda *steps: np.stack(steps), *reports)
-
-
 def starts(users: int, blocks: int) -> Int[np.ndarray, "S"]:
     """Blocks that requests begin with: evenly spaced over all of them."""
     return (np.arange(users, dtype=np.int64) * blocks // users).astype(np.int32)
@@ -317,7 +312,7 @@ def summarise(seconds: float, reports: Sequence[Report], users: int) -> dict[str
     Raises:
         RuntimeError: a step in which somebody did not decode: nothing may be concluded from it.
     """
-    outcome = _stacked(reports).outcome
+    outcome = jax.tree.map(lambda *parts: np.concatenate(parts), *[one.outcome for one in reports])
     counts, windows = outcome.count, outcome.window
     if not (counts > 0).all():
         raise RuntimeError("a request stopped decoding; wanted everyone live in every step")

@@ -73,8 +73,7 @@ def bench(
         seed: request i uses seed + i.
         max_context: tokens of prompt and answer together; the default fits the prompts.
         page_size: cache rows of a page.
-        steps: steps of one dispatch while no request joins; the default is as few as keep the
-            device busy.
+        steps: steps of one dispatch while no prompt is read; the default is 4 on a GPU, else 1.
         lag: age in steps of the confidences that decide a budget.
         bound_blocks: let the adaptive arms bound what full blocks would have committed, which
             takes time of its own, and compare that with what cap-accept saw.
@@ -146,7 +145,7 @@ def bench(
         seed=seed,
         max_context=max_context,
         page_size=page_size,
-        steps=steps,
+        steps=base.dispatch_steps(),
         lag=lag,
         bound_blocks=bound_blocks,
         cost_table=None if cost_table is None else cost_table.name,

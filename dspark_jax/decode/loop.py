@@ -83,6 +83,15 @@ def admit(
     )
 
 
+GPU_TURN = 4
+"""Steps between two looks at whether anybody still decodes, for which a GPU's host waits."""
+
+
+def steps_a_turn() -> int:
+    """Steps between two looks at a loop's condition that suit the default backend."""
+    return GPU_TURN if jax.default_backend() == "gpu" else 1
+
+
 def run_steps(
     weights: Weights,
     state: State,
@@ -91,16 +100,24 @@ def run_steps(
     keep: int | Int[Array, ""] = 0,
     *,
     config: StepConfig,
+    turn: int = 1,
 ) -> State:
-    """Decode until ``steps`` steps are done or no more than ``keep`` requests are active."""
+    """Decode until ``steps`` steps are done or no more than ``keep`` requests are active.
+
+    That is looked at every ``turn`` steps, so there may be a few more.
+    """
 
     def going(carry: tuple[State, Array]) -> Array:
         state, done = carry
         return (done < steps) & (state.active.sum() > keep)
 
+    def step(state: State, _: None) -> tuple[State, None]:
+        return decode_step(weights, state, tables, config=config)[0], None
+
     def body(carry: tuple[State, Array]) -> tuple[State, Array]:
         state, done = carry
-        return decode_step(weights, state, tables, config=config)[0], done + 1
+        state, _ = jax.lax.scan(step, state, None, length=turn)
+        return state, done + turn
 
     return jax.lax.while_loop(going, body, (state, jnp.zeros((), jnp.int32)))[0]
 
@@ -169,7 +186,8 @@ def generate(
     anchor = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
     state = admit(state, every, anchor, requests)
     # every active request emits at least one token a step
-    state = run_steps(weights, state, tables, max_tokens, config=config)
+    turn = steps_a_turn()
+    state = run_steps(weights, state, tables, max_tokens, config=config, turn=turn)
     return Generated(
         tokens=state.tokens,
         count=state.emitted,

@@ -153,7 +153,8 @@ class Generator:
         Programs differ by three facts about a batch: whether any request samples, whether any
         uses top-k or top-p, and how many logprobs are asked for. No argument means greedy.
         """
-        self._programs.compile(self._variant(params or (SamplingParams(),)))
+        config = self._variant(params or (SamplingParams(),))
+        self._programs.compile(config, [self._steps(streamed) for streamed in (False, True)])
 
     def generate(
         self,
@@ -188,7 +189,7 @@ class Generator:
             self._variant([job.params for job in jobs]),
             self.target.text,
             jobs,
-            steps=self.chunk_steps if on_text is None else min(STREAM_STEPS, self.chunk_steps),
+            steps=self._steps(streamed=on_text is not None),
             on_completion=on_completion,
         )
         if interrupt is not None:
@@ -197,6 +198,10 @@ class Generator:
             with Interrupt() as own:
                 run.until_done(own)
         return run.completions()
+
+    def _steps(self, streamed: bool) -> int:
+        """Steps between two looks at the answers."""
+        return min(STREAM_STEPS, self.chunk_steps) if streamed else self.chunk_steps
 
     def _variant(self, params: Sequence[SamplingParams]) -> StepConfig:
         """The step that serves these requests and does nothing they do not need."""

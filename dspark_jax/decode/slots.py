@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -95,7 +96,7 @@ _INIT = jax.jit(
 _CLEAR = jax.jit(loop.clear, donate_argnums=0)
 _PREFILL = jax.jit(loop.prefill, static_argnames="config", donate_argnums=1)
 _ADMIT = jax.jit(_admit, donate_argnums=0)
-_RUN = jax.jit(loop.run_steps, static_argnames="config", donate_argnums=1)
+_RUN = jax.jit(loop.run_steps, static_argnames=("config", "turn"), donate_argnums=1)
 _READ = jax.jit(_read)
 
 
@@ -153,9 +154,11 @@ class SlotPrograms:
 
     def run(self, state: State, steps: int, keep: int = 0, *, config: StepConfig) -> State:
         """Decode up to ``steps`` steps, or until no more than ``keep`` slots are active."""
-        return _RUN(
-            self.weights, state, self.tables, np.int32(steps), np.int32(keep), config=config
-        )
+        return self._run(state, steps, keep, _turn(steps), config)
+
+    def _run(self, state: State, steps: int, keep: int, turn: int, config: StepConfig) -> State:
+        limits = np.int32(steps), np.int32(keep)
+        return _RUN(self.weights, state, self.tables, *limits, config=config, turn=turn)
 
     def status(self, state: State) -> Status:
         """Progress of every slot, on the host: the one read of a chunk."""
@@ -171,15 +174,19 @@ class SlotPrograms:
                 found[slot] = jax.tree.map(lambda values, index=index: values[index], rows)
         return found
 
-    def compile(self, config: StepConfig) -> None:
-        """Trace and compile everything, running nothing: no slot is filled, no step taken."""
+    def compile(self, config: StepConfig, steps: Sequence[int]) -> None:
+        """Trace and compile everything, running nothing: no slot is filled, no step taken.
+
+        ``steps`` are those that `run` will be called with.
+        """
         state = self.start(config)
         nowhere = self._padded([], self.group)
         state = _CLEAR(state, nowhere)
         for width in self.widths:
             state = self._prefill(state, nowhere, [], 0, width, config)
         state = self._admit(state, [])
-        state = self.run(state, 0, config=config)
+        for turn in sorted({_turn(count) for count in steps}):
+            state = self._run(state, 0, 0, turn, config)
         self.read(state, [0])
         jax.block_until_ready(state)
 
@@ -249,3 +256,8 @@ class SlotPrograms:
         )
         slots = self._padded([admission.slot for admission in admissions], self.group)
         return _ADMIT(state, slots, anchor, column("seed", np.uint32), requests)
+
+
+def _turn(steps: int) -> int:
+    """Steps between two looks at the loop's condition: as suits the device, and no step more."""
+    return math.gcd(steps, loop.steps_a_turn())

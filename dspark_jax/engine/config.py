@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import jax
+
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.decode.config import Mode, Policy, StepConfig
 from dspark_jax.decode.request import check_whole
@@ -14,6 +16,9 @@ from dspark_jax.schedule.cost import CostTables
 
 DEFAULT_PROMPT_ROWS = 256
 """Least prompt tokens of a step, when ``max_batched_tokens`` leaves it open."""
+
+GPU_STEPS = 4
+"""Steps of a dispatch on a GPU: 1.2 ms of launching, and as much for a few requests' answers."""
 
 MANY_PIECES = 16
 """Pieces of prompts in a step, above which a quarter of them gets a program of its own."""
@@ -54,10 +59,9 @@ class EngineConfig:
             ``max_context``: a step whose texts are all shorter reads no more than that.
         bound_blocks: bound what full blocks would have committed, for the metrics; modes "compact"
             and "cap-accept".
-        steps: steps of one dispatch while no request joins; None takes as few as the host needs to
-            stay ahead of the device.
-        overlap: prepare a step while the one before runs. False waits for every step; with given
-            ``steps`` tokens are the same.
+        steps: steps of one dispatch while no prompt is read; None takes what `dispatch_steps` says.
+        overlap: prepare a step while the one before runs. False waits for every step; tokens
+            are the same.
     """
 
     max_requests: int = 16
@@ -109,6 +113,16 @@ class EngineConfig:
         table = self.cost_table
         known = not isinstance(table, CostTables) or bool(table.known)
         return table is not None and known and self.threshold is None
+
+    def dispatch_steps(self) -> int:
+        """Steps of a dispatch without prompts.
+
+        Who ends takes part until the dispatch after is over, so they are few; on a GPU enough for
+        the host to prepare and launch the next dispatch meanwhile.
+        """
+        if self.steps is not None:
+            return self.steps
+        return GPU_STEPS if jax.default_backend() == "gpu" else 1
 
     def batches(self) -> tuple[int, ...]:
         """Request counts that a step is compiled for."""

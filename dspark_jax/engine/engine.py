@@ -36,7 +36,6 @@ from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
 from dspark_jax.engine.lanes import Report
 from dspark_jax.engine.metrics import Metrics
-from dspark_jax.engine.pace import MOST_STEPS, Pace
 from dspark_jax.engine.programs import Flight, Programs
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
@@ -138,6 +137,7 @@ class Engine:
             columns=columns,
             pieces=pieces,
             prompt_width=config.prompt_width,
+            steps=config.dispatch_steps(),
             context=self.context,
             dtype=cache_dtype(target),
         )
@@ -147,7 +147,7 @@ class Engine:
             width=step.width,
             pieces=pieces,
             prompt_width=config.prompt_width,
-            steps=config.steps or MOST_STEPS,
+            steps=config.dispatch_steps(),
             prefix_reuse=reuse,
         )
         self._correction = None
@@ -157,9 +157,7 @@ class Engine:
                 lambda batch: stepping(step, batch).buckets,
                 self._programs.reprice,
             )
-        self._pace = Pace() if config.overlap and config.steps is None else None
         self._metrics = self._new_metrics(before=None)
-        self._left = self._metrics.clock()
         self._flights: deque[Flight] = deque()
         self._live: dict[int, Sequence] = {}
         self._unclaimed: dict[int, Completion] = {}
@@ -328,10 +326,8 @@ class Engine:
 
     def _advance(self) -> list[BaseException]:
         """A step; what callbacks raised."""
-        clock, waited = self._metrics.clock, 0.0
+        clock = self._metrics.clock
         with self._vital():
-            if self._pace is not None:
-                self._scheduler.steps = self._pace.steps
             plan = self._scheduler.plan()
             if plan is not None:
                 sent = clock()
@@ -347,24 +343,17 @@ class Engine:
         # Without a new dispatch the oldest one has to be read, or nothing would ever change.
         while not failures and len(self._flights) > (plan is not None):
             with self._vital(KeyboardInterrupt):
-                began = clock()
                 report = self._flights[0].read(clock)
-                waited += clock() - began
             with self._vital():
                 failures = self._settle(self._flights.popleft(), report)
             if plan is None:
                 break
-        self._left, before = clock(), self._left
-        if self._pace is not None and plan is not None:
-            self._pace.worked(self._left - before - waited)
         return failures
 
     def _settle(self, flight: Flight, report: Report) -> list[BaseException]:
         """Take over what a dispatch did to requests that still want it; what callbacks raised."""
         failures: list[BaseException] = []
-        seconds = self._metrics.read(flight, report)
-        if self._pace is not None and seconds is not None and not flight.pieces:
-            self._pace.stepped(seconds)
+        self._metrics.read(flight, report)
         brought = Brought(report)
         for sequence, lane in flight.lanes:
             sequence.in_flight -= flight.plan.steps

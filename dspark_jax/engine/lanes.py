@@ -51,13 +51,13 @@ class Pieces:
 
 @flax.struct.dataclass
 class Report:
-    """What a step did; on the host, what the n steps of a dispatch did, along a leading axis.
+    """Outcomes of the n steps of a dispatch, stacked along a leading axis.
 
-    ``finish`` says after the step why a lane's request has ended; RUNNING if it has not.
+    ``finish`` says after each step why a lane's request has ended; RUNNING if it has not.
     """
 
     outcome: Outcome
-    finish: Int[Array, "*n L"]
+    finish: Int[Array, "n L"]
 
 
 @flax.struct.dataclass
@@ -105,7 +105,7 @@ def admit(state: State, starting: Starting) -> State:
     )
 
 
-def step(
+def run(
     weights: Weights,
     state: State,
     tables: CostTables,
@@ -113,13 +113,23 @@ def step(
     pieces: Pieces | None = None,
     *,
     config: StepConfig,
+    steps: int,
 ) -> tuple[State, Report]:
-    """One step of the lanes, with rows of prompts in it."""
+    """So many steps of the lanes, each with these rows of prompts in it.
+
+    A GPU's host looks at no condition in a loop of known length, and launches what comes next
+    while it runs: going on after the last request has ended costs less than asking for it.
+    """
     inner, prompts = _enter(state, lanes), None
     if pieces is not None:
         prompts = rectangle(pieces.tokens, pieces.start, pieces.count, pieces.lane)
-    inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
-    return _leave(state, inner, lanes), Report(outcome, inner.finish)
+
+    def step(inner: State, _: None) -> tuple[State, Report]:
+        inner, outcome = decode_step(weights, inner, tables, config=config, prompts=prompts)
+        return inner, Report(outcome, inner.finish)
+
+    inner, report = jax.lax.scan(step, inner, None, length=steps)
+    return _leave(state, inner, lanes), report
 
 
 def with_tables(

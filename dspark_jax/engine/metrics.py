@@ -82,12 +82,8 @@ class Metrics:
         if sequence.arrived is not None:
             self._queue.add(now - sequence.arrived)
 
-    def read(self, flight: Flight, report: Report) -> float | None:
-        """Take over a dispatch that has just been read, before its sequences have grown.
-
-        Returns:
-            Seconds of each of its steps on the device; None where they are not known.
-        """
+    def read(self, flight: Flight, report: Report) -> None:
+        """Take over a dispatch that has just been read, before its sequences have grown."""
         assert flight.ended is not None, "a dispatch is read before it is counted"
         seconds = flight.ended - max(flight.sent, self._read_at)
         # Read late, it may have ended long before, and the next one begun.
@@ -131,7 +127,6 @@ class Metrics:
             if decision.confidence is not None:
                 self._believe(flight, decision.confidence, proposed, accepted)
         self._time(flight, seconds / done, count, window, depth, exact=exact)
-        return seconds / done if exact else None
 
     def ended(self, sequence: Sequence, completion: Completion) -> Service:
         """Count an answer; how it was served."""

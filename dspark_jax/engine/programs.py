@@ -40,7 +40,7 @@ _START = jax.jit(
     on_device.start, static_argnames=("config", "slots", "pool", "context", "dtype", "stop_width")
 )
 _ADMIT = jax.jit(on_device.admit, donate_argnums=0)
-_STEP = jax.jit(on_device.step, static_argnames="config", donate_argnums=1)
+_RUN = jax.jit(on_device.run, static_argnames=("config", "steps"), donate_argnums=1)
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class Flight:
     Attributes:
         plan: what was asked for.
         lanes: which lane a sequence decodes in.
-        launched: what its steps did, on the device, as soon as they have been launched there.
+        launched: what its steps did, on the device, as soon as it has been launched there.
         batch: lanes it was compiled for.
         pieces: pieces of prompts it was compiled for.
         shape: what its steps draft and verify; None where they decide it themselves.
@@ -61,7 +61,7 @@ class Flight:
 
     plan: Plan
     lanes: list[tuple[Text, int]]
-    launched: Future[list[Report]]
+    launched: Future[Report]
     batch: int
     pieces: int
     shape: Shape | None
@@ -76,27 +76,26 @@ class Flight:
             Exception: what went wrong on the device.
         """
         ready = self.launched.done()
-        reports = self.launched.result()
-        last: Any = reports[-1].finish
-        self.waited = not (ready and last.is_ready())
-        jax.block_until_ready(reports)
+        report = self.launched.result()
+        finish: Any = report.finish
+        self.waited = not (ready and finish.is_ready())
+        jax.block_until_ready(report)
         self.ended = clock()
 
     def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
         if self.ended is None:
             self.wait(clock)
-        reports = jax.device_get(self.launched.result())
-        return jax.tree.map(lambda *steps: np.stack(steps), *reports)
+        return jax.device_get(self.launched.result())
 
 
 @dataclasses.dataclass
 class Programs:
     """Everything an engine runs on the device, bound to its tiers.
 
-    A step is launched while those before it run, so that the device goes from one to the next. A
-    thread of its own launches them, in order, while the host plans and reads; the state belongs to
-    that thread.
+    A dispatch is launched while the one before it runs, so that the device goes from one to the
+    next. A launch takes the host about as long as a small model's step, so a thread of its own does
+    it, in order, and the state belongs to that thread.
 
     Attributes:
         weights: of the pair.
@@ -110,6 +109,7 @@ class Programs:
         columns: increasing page counts of a request.
         pieces: most pieces of prompts in a step.
         prompt_width: rows of a piece.
+        steps: steps of a dispatch without prompts; one with them takes one.
         context: most tokens of prompt and answer together.
         dtype: of the caches.
     """
@@ -125,6 +125,7 @@ class Programs:
     columns: tuple[int, ...]
     pieces: int
     prompt_width: int
+    steps: int
     context: int
     dtype: Any
 
@@ -220,7 +221,9 @@ class Programs:
         lane = {one: one.slot if whole else index for index, one in enumerate(everyone)}
         decoding = [(one, lane[one]) for one in plan.decoding]
         pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
-        room = _tier((0, *self.piece_tiers), len(pieces))
+        # a single step is compiled with room for prompts alone
+        tiers = self.piece_tiers if plan.steps < self.steps else (0, *self.piece_tiers)
+        room = _tier(tiers, len(pieces))
         lanes = [(one, lane[one]) for one in everyone]
         shape = self._shape(plan, batch, room)
         call = self._call(
@@ -231,15 +234,13 @@ class Programs:
             shape,
         )
 
-        def launch() -> list[Report]:
+        def launch() -> Report:
             for group in starting:
                 self._admit(group)
-            reports = []
-            for _ in range(plan.steps):
-                reports.append(self._launch(call))
-                for leaf in jax.tree.leaves(reports[-1]):
-                    leaf.copy_to_host_async()
-            return reports
+            report = self._launch(call)
+            for leaf in jax.tree.leaves(report):
+                leaf.copy_to_host_async()
+            return report
 
         return Flight(plan, decoding, self._launcher.submit(launch), batch, room, shape)
 
@@ -293,7 +294,7 @@ class Programs:
         count: int,
         shape: Shape | None,
     ) -> Call:
-        """A step, with room for ``count`` pieces of prompts."""
+        """A dispatch: a step with room for ``count`` pieces of prompts, or ``steps`` without."""
         batch = placed.decoding.shape[0]
         if shape is None:
             config = self.stepping(config, batch)
@@ -301,7 +302,8 @@ class Programs:
             config = dataclasses.replace(config, shape=shape, walk_caps=())
         tables, lanes = self._priced[batch, count], self._on_device(placed)
         rows = jax.device_put(self._rows(pieces, count, batch)) if count else None
-        return _STEP, tables, lanes, rows, {"config": config}
+        steps = 1 if count else self.steps
+        return _RUN, tables, lanes, rows, {"config": config, "steps": steps}
 
     def _on_device(self, placed: Lanes) -> Lanes:
         """The same, copied only if it differs from what the last dispatch had."""

@@ -28,7 +28,7 @@ class Plan:
         starting: sequences whose prompt is complete, to be admitted to decoding first.
         decoding: sequences that decode, the starting ones included.
         pieces: of prompts, which ride along.
-        steps: steps to take; 1 with pieces.
+        steps: steps to take; 1 with pieces, or where pages are short.
     """
 
     starting: list[Sequence]
@@ -57,11 +57,10 @@ class Scheduler:
         width: rows of a full window.
         pieces: pieces of prompts in one step.
         prompt_width: rows of a piece.
-        steps: most steps of a dispatch; it takes them while nobody joins.
+        steps: steps of a dispatch without prompts, as long as there are pages for them.
         prefix_reuse: whether full pages are kept for later requests.
 
     Attributes:
-        steps: most steps of a dispatch; may be changed between two plans.
         preemptions: how often a request lost its pages.
         sought_rows: rows of joining requests, looked for in known pages.
         reused_rows: rows that were found there instead of computed.
@@ -89,7 +88,7 @@ class Scheduler:
         self._width = width
         self._pieces = pieces
         self._prompt_width = prompt_width
-        self.steps = steps
+        self._steps = steps
         self._reuse = prefix_reuse
         self._read_now = True
 
@@ -114,9 +113,8 @@ class Scheduler:
         if not decoding and not pieces:
             return None
         steps = 1
-        if not pieces:
-            longest = min(self.steps, max(one.room - one.in_flight for one in decoding))
-            steps = longest if self._grow(decoding, longest) else 1
+        if not pieces and self._grow(decoding, self._steps):
+            steps = self._steps
         self._read_now = not pieces
         for sequence in decoding:
             sequence.in_flight += steps
@@ -217,7 +215,7 @@ class Scheduler:
 
     def _growing(self) -> int:
         """Pages for those that will grow, or they would throw a newcomer out again: one each."""
-        return sum(self._missing(other, self.steps + 1) > 0 for other in self.running)
+        return sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import simulated_target
 from benchmarks.replayed_pair import DIGITS, unembed
-from benchmarks.simulated_target import LABEL, Sweep, simulated_pair, starts
+from benchmarks.simulated_target import LABEL, STEPS, Sweep, simulated_pair, starts
 from benchmarks.traces import MODE, Traces, read_traces, record
 from dspark_jax.calibration.records import AnswerRecord, Records, Source, write_records
 from dspark_jax.decode.request import Request, SamplingParams
@@ -73,13 +73,13 @@ def costs(sweep, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(sweep, costs):
-    """Outcomes of an arm, its steps one after the other."""
+    """Outcomes of an arm, its dispatches one after the other."""
 
     @functools.cache
     def run(arm):
         prepared = sweep.prepared(arm, USERS, costs)
         seconds, reports = sweep.run(prepared, USERS, blocks=1)
-        outcome = jax.tree.map(lambda *a: np.stack(a), *[one.outcome for one in reports])
+        outcome = jax.tree.map(lambda *a: np.concatenate(a), *[one.outcome for one in reports])
         return prepared, seconds, reports, outcome
 
     return run
@@ -127,7 +127,7 @@ def test_a_summary_adds_up(ran):
     _, seconds, reports, outcome = ran("compact")
     found = simulated_target.summarise(seconds, reports, USERS)
     steps = len(outcome.count)
-    assert found["steps"] == steps == len(reports)
+    assert found["steps"] == steps == STEPS * len(reports)
     assert found["tokens_per_second"] == pytest.approx(found["tokens"] / seconds)
     assert found["accepted_length"] == pytest.approx(found["tokens"] / steps / USERS)
     assert found["mean_window"] == pytest.approx(1 + found["budget_per_request"])

@@ -120,9 +120,9 @@ def test_a_step_of_a_few_lanes_with_prompts_copies_no_pool_of_pages(pair):
     two = lanes.Lanes(jnp.arange(2), jnp.ones(2, bool), jnp.zeros((2, 4), jnp.int32))
     ones = jnp.ones(3, jnp.int32)
     pieces = lanes.Pieces(jnp.zeros((3, 5), jnp.int32), ones, ones, ones)
-    mixed = jax.jit(lanes.step, static_argnames="config", donate_argnums=1)
+    run = jax.jit(lanes.run, static_argnames=("config", "steps"), donate_argnums=1)
     args = (pair.weights, state, costs(pair, 2), two, pieces)
-    text = mixed.lower(*args, config=config).compile().as_text()
+    text = run.lower(*args, config=config, steps=1).compile().as_text()
     assert copies(text, cache_arrays(state)) == []
 
 

@@ -242,6 +242,15 @@ def test_a_stop_string_frees_its_slot_for_the_next_request():
     assert answers[1].token_ids == (11, 12, 13, 14, 15)
 
 
+def test_looking_at_the_condition_every_few_steps_changes_no_answer(monkeypatch):
+    """As on a GPU, whose host waits for every look; the last turn may step on behind the end."""
+    asked = [ask(0, 61), ask(10, 5), ask(3, 60, stop=("4",)), ask(0, 1)]
+    wanted = session(batch=2).generate(asked)
+    monkeypatch.setattr("dspark_jax.decode.loop.steps_a_turn", lambda: 4)
+    for chunk in (8, 6):
+        assert session(batch=2, chunk_steps=chunk).generate(asked) == wanted
+
+
 @pytest.mark.parametrize("params", [{}, {"stop": ("END",)}, {"stop_token_ids": (16,)}])
 def test_streamed_text_is_the_final_text_in_whole_characters(params):
     pieces = []

@@ -123,7 +123,7 @@ def serve(make_engine):
     costs = table((1.0, 1.3), draft=0.1, buckets=(SMALL, FULL))
 
     def wait(flight, clock, machine):
-        steps = len(flight.launched.result())
+        steps = len(flight.launched.result().finish)
         verification = 1.3 * machine["slower"] if flight.shape.rows > SMALL else 1.0
         seconds = verification + 0.1 * (flight.shape.depth > 0)
         machine["dispatches"] += 1
