@@ -152,17 +152,18 @@ def profile(
     def occupied(batch: int, total: int) -> State:
         return _occupied(target, step, config, context, batch, total, temperature)
 
-    def timed(kind: str, batch: int, total: int, size: int, pieces: int = 0) -> float:
-        """Median seconds at ``total`` live rows."""
-        run, given = program(kind, batch, size, pieces)
-        seconds = _seconds_a_step(
-            lambda state, n: run(weights, state, steps=n, **given), occupied(batch, total)
-        )
-        size += pieces * config.prompt_width
-        samples.append(
-            {"kind": kind, "requests": batch, "size": size, "rows": total, "seconds": seconds}
-        )
-        return statistics.median(seconds)
+    def timed(batch: int, total: int, programs: Sequence[tuple[Any, ...]]) -> list[float]:
+        """Median seconds of each of ``programs`` at ``total`` live rows."""
+        runs = []
+        for kind, *size in programs:
+            run, given = program(kind, batch, *size)
+            runs.append(functools.partial(_of_steps, run, weights, given))
+        found = _seconds_a_step(runs, occupied(batch, total))
+        for (kind, *size), seconds in zip(programs, found, strict=True):
+            rows = size[0] + sum(size[1:]) * config.prompt_width
+            one = {"kind": kind, "requests": batch, "size": rows, "rows": total}
+            samples.append(one | {"seconds": seconds})
+        return [statistics.median(seconds) for seconds in found]
 
     plans = []
     for batch in config.batches():
@@ -182,20 +183,19 @@ def profile(
                 yield run.lower(weights, state, steps=jnp.int32(1), **given)
 
     compile_together(lowered(), progress)
-    count = sum((len(sizes) + len(depths)) * len(contexts) for _, sizes, contexts in plans)
     tiers = []
     with Progress(disable=not progress) as bar:
-        task = bar.add_task("timing", total=count)
-
-        def by_context(kind: str, batch: int, contexts: list[int], *size: int) -> list[float]:
-            found = [timed(kind, batch, total, *size) for total in contexts]
-            bar.advance(task, len(contexts))
-            return found
-
+        task = bar.add_task("timing", total=sum(len(contexts) for *_, contexts in plans))
         for batch, sizes, contexts in plans:
             rows = [bucket + pieces * config.prompt_width for bucket, pieces in sizes]
-            verify = [by_context("verify", batch, contexts, *size) for size in sizes]
-            drafted = [by_context("draft", batch, contexts, depth) for depth in depths]
+            programs = [("verify", *size) for size in sizes]
+            programs += [("draft", depth) for depth in depths]
+            found = []
+            for total in contexts:
+                found.append(timed(batch, total, programs))
+                bar.advance(task)
+            every = [list(seconds) for seconds in zip(*found, strict=True)]
+            verify, drafted = every[: len(sizes)], every[len(sizes) :]
             walked = [sum(seconds) / sum(drafted[-1]) for seconds in drafted]
             tiers.append(
                 {
@@ -264,18 +264,30 @@ def _occupied(
     return state
 
 
-def _seconds_a_step(run: Callable[[State, Any], State], state: State) -> list[float]:
-    """Timings of a step, each over as many as take long enough to be measured."""
+def _of_steps(run: Any, weights: Weights, given: dict[str, Any], state: State, steps: Any) -> State:
+    return run(weights, state, steps=steps, **given)
 
-    def wall(steps: int) -> float:
+
+def _seconds_a_step(runs: Sequence[Callable[[State, Any], State]], state: State) -> list[list]:
+    """Timings of a step of each run, each over as many as take long enough to be measured.
+
+    They take turns: a machine that is slow for a while is slow for all of them, and how they
+    compare is what decides.
+    """
+
+    def wall(run: Callable[[State, Any], State], steps: int) -> float:
         nonlocal state
         begin = time.perf_counter()
         state = jax.block_until_ready(run(state, jnp.int32(steps)))
         return time.perf_counter() - begin
 
-    wall(1)
-    steps = next(count for count in _doubling() if wall(count) > LEAST_SECONDS)
-    return [wall(steps) / steps for _ in range(REPEATS)]
+    counts = []
+    for run in runs:
+        wall(run, 1)
+        counts.append(next(count for count in _doubling() if wall(run, count) > LEAST_SECONDS))
+    timed = list(zip(runs, counts, strict=True))
+    turns = [[wall(run, steps) / steps for run, steps in timed] for _ in range(REPEATS)]
+    return [list(seconds) for seconds in zip(*turns, strict=True)]
 
 
 def _doubling() -> Iterator[int]:

@@ -62,6 +62,22 @@ def test_every_bucket_and_what_rides_beside_it_is_timed_at_its_own_size(measured
     assert len(table["samples"]) == (len(executed) + BLOCK) * len(tier["contexts"])
 
 
+def test_sizes_take_turns_so_that_a_slow_while_is_slow_for_all(monkeypatch):
+    monkeypatch.setattr(cost_profile, "LEAST_SECONDS", 0.0)
+    order = []
+
+    def run_of(name):
+        def run(state, steps):
+            order.append(name)
+            return state
+
+        return run
+
+    seconds = cost_profile._seconds_a_step([run_of("a"), run_of("b")], jnp.zeros(()))
+    assert "".join(order) == "aabb" + "ab" * cost_profile.REPEATS
+    assert [len(one) for one in seconds] == [cost_profile.REPEATS] * 2
+
+
 def test_timings_and_curves_are_drawn(measured):
     _, plot, _ = measured
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -70,9 +86,9 @@ def test_timings_and_curves_are_drawn(measured):
 def test_a_row_count_of_several_tiers_is_timed_with_the_requests_of_each(monkeypatch):
     ran = []
 
-    def note(run, state):
-        ran.append(state.slots)
-        return [1.0]
+    def note(runs, state):
+        ran.extend([state.slots] * len(runs))
+        return [[1.0]] * len(runs)
 
     monkeypatch.setattr(cost_profile, "_seconds_a_step", note)
     monkeypatch.setattr(cost_profile, "compile_together", lambda *_: None)
@@ -88,7 +104,7 @@ def test_a_row_count_of_several_tiers_is_timed_with_the_requests_of_each(monkeyp
 
 @pytest.mark.parametrize("change", [{"policy": "causal"}, {"threshold": 0.5}, {}])
 def test_plain_decoding_is_timed_beside_any_tiers_whoever_decides_windows(monkeypatch, change):
-    monkeypatch.setattr(cost_profile, "_seconds_a_step", lambda *_: [1.0])
+    monkeypatch.setattr(cost_profile, "_seconds_a_step", lambda runs, _: [[1.0]] * len(runs))
     monkeypatch.setattr(cost_profile, "compile_together", lambda *_: None)
     config = dataclasses.replace(CONFIG, token_tiers=(2,), **change)
     (tier,) = cost_profile.profile(TARGET, DRAFTER, config)["tiers"]
