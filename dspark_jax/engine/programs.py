@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +17,12 @@ from dspark_jax.compiling import compile_together
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import variant
-from dspark_jax.decode.state import Requests
+from dspark_jax.decode.state import Requests, State
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes as on_device
 from dspark_jax.engine.config import piece_tiers
 from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
+from dspark_jax.engine.packing import Packed, pack, unpack
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
 from dspark_jax.engine.shapes import ShapeChoice, extremes
@@ -39,8 +41,27 @@ WARM_RUNS = 2
 _START = jax.jit(
     on_device.start, static_argnames=("config", "slots", "pool", "context", "dtype", "stop_width")
 )
-_ADMIT = jax.jit(on_device.admit, donate_argnums=0)
-_RUN = jax.jit(on_device.run, static_argnames=("config", "steps"), donate_argnums=1)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _admit(state: State, starting: Packed) -> State:
+    return on_device.admit(state, unpack(starting))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnums=1)
+def _run(
+    weights: Weights,
+    state: State,
+    tables: CostTables,
+    lanes: Packed,
+    pieces: Packed | None,
+    *,
+    config: StepConfig,
+    steps: int,
+) -> tuple[State, Packed]:
+    given = unpack(lanes), None if pieces is None else unpack(pieces)
+    state, report = on_device.run(weights, state, tables, *given, config=config, steps=steps)
+    return state, pack(report)
 
 
 @dataclasses.dataclass
@@ -61,7 +82,7 @@ class Flight:
 
     plan: Plan
     lanes: list[tuple[Text, int]]
-    launched: Future[Report]
+    launched: Future[Packed]
     batch: int
     pieces: int
     shape: Shape | None
@@ -76,17 +97,16 @@ class Flight:
             Exception: what went wrong on the device.
         """
         ready = self.launched.done()
-        report = self.launched.result()
-        finish: Any = report.finish
-        self.waited = not (ready and finish.is_ready())
-        jax.block_until_ready(report)
+        words: Any = self.launched.result().words
+        self.waited = not (ready and words.is_ready())
+        words.block_until_ready()
         self.ended = clock()
 
     def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
         if self.ended is None:
             self.wait(clock)
-        return jax.device_get(self.launched.result())
+        return unpack(jax.device_get(self.launched.result()))
 
 
 @dataclasses.dataclass
@@ -140,7 +160,7 @@ class Programs:
             stop_width=MAX_STOP_IDS,
         )
         self._variants: list[StepConfig] = []
-        self._lanes: tuple[tuple, Lanes] | None = None
+        self._lanes: tuple[Packed, Packed] | None = None
 
     @property
     def slots(self) -> int:
@@ -234,12 +254,11 @@ class Programs:
             shape,
         )
 
-        def launch() -> Report:
+        def launch() -> Packed:
             for group in starting:
                 self._admit(group)
             report = self._launch(call)
-            for leaf in jax.tree.leaves(report):
-                leaf.copy_to_host_async()
+            report.words.copy_to_host_async()  # pyright: ignore[reportAttributeAccessIssue]
             return report
 
         return Flight(plan, decoding, self._launcher.submit(launch), batch, room, shape)
@@ -281,7 +300,7 @@ class Programs:
 
         return min(filter(serves, self._variants), key=work, default=wanted)
 
-    def _launch(self, call: Call) -> Report:
+    def _launch(self, call: Call) -> Packed:
         program, *operands, static = call
         self._state, report = program(self.weights, self._state, *operands, **static)
         return report
@@ -301,16 +320,15 @@ class Programs:
         else:
             config = dataclasses.replace(config, shape=shape, walk_caps=())
         tables, lanes = self._priced[batch, count], self._on_device(placed)
-        rows = jax.device_put(self._rows(pieces, count, batch)) if count else None
+        rows = jax.device_put(pack(self._rows(pieces, count, batch))) if count else None
         steps = 1 if count else self.steps
-        return _RUN, tables, lanes, rows, {"config": config, "steps": steps}
+        return _run, tables, lanes, rows, {"config": config, "steps": steps}
 
-    def _on_device(self, placed: Lanes) -> Lanes:
+    def _on_device(self, placed: Lanes) -> Packed:
         """The same, copied only if it differs from what the last dispatch had."""
-        values = (placed.slots, placed.decoding, placed.table)
-        held = self._lanes
-        if held is None or not _same(held[0], values):
-            held = self._lanes = values, jax.device_put(placed)
+        packed, held = pack(placed), self._lanes
+        if held is None or not _same(held[0], packed):
+            held = self._lanes = packed, jax.device_put(packed)
         return held[1]
 
     def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
@@ -322,10 +340,10 @@ class Programs:
             lane[index], start[index], rows[index] = at, piece.start, len(piece.tokens)
         return Pieces(tokens, lane, start, rows)  # pyright: ignore[reportArgumentType]
 
-    def _admit(self, starting: Starting) -> None:
-        self._state = _ADMIT(self._state, starting)
+    def _admit(self, starting: Packed) -> None:
+        self._state = _admit(self._state, starting)
 
-    def _starting(self, sequences: Sequence[Text]) -> Starting:
+    def _starting(self, sequences: Sequence[Text]) -> Packed:
         """Prefilled sequences that begin to decode; what they emitted before counts as emitted."""
         size = self._group
         asked = [one.job.admission(one.slot) for one in sequences]
@@ -358,7 +376,7 @@ class Programs:
                 stop_ids=stop_ids,
             ),
         )
-        return jax.device_put(starting)
+        return jax.device_put(pack(starting))
 
 
 def _placed(
@@ -389,5 +407,5 @@ def _logprobs(config: StepConfig) -> int:
     return -1 if config.logprobs is None else config.logprobs
 
 
-def _same(old: tuple, new: tuple) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(old, new, strict=True))
+def _same(old: Packed, new: Packed) -> bool:
+    return old.layout == new.layout and np.array_equal(old.words, new.words)

@@ -136,10 +136,12 @@ class Scheduler:
         if not self._reuse or not sequence.pages:
             return
         full = (sequence.rows if rows is None else rows) // self._page_size
+        if full <= sequence.remembered:
+            return
         keys = sequence.page_keys(self._page_size)
         for column in range(sequence.remembered, full):
             self.store.remember(sequence.pages[column], keys[column])
-        sequence.remembered = max(sequence.remembered, full)
+        sequence.remembered = full
 
     def _unread(self) -> int:
         """Pieces that the prompts of those who have joined still come in."""

@@ -10,6 +10,7 @@ import pytest
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import as_json
+from dspark_jax.engine.packing import unpack
 from dspark_jax.engine.programs import Flight
 from dspark_jax.schedule.cost import no_costs
 from tests.engine.small import BLOCK, VOCAB
@@ -123,7 +124,7 @@ def serve(make_engine):
     costs = table((1.0, 1.3), draft=0.1, buckets=(SMALL, FULL))
 
     def wait(flight, clock, machine):
-        steps = len(flight.launched.result().finish)
+        steps = len(unpack(jax.device_get(flight.launched.result())).finish)
         verification = 1.3 * machine["slower"] if flight.shape.rows > SMALL else 1.0
         seconds = verification + 0.1 * (flight.shape.depth > 0)
         machine["dispatches"] += 1
