@@ -2,6 +2,5 @@
 
 from pallas_kernels.sparse_mla.api import Implementation, sparse_mla
 from pallas_kernels.sparse_mla.selection import Selection
-from pallas_kernels.sparse_mla.together import pair_tokens
 
-__all__ = ["Implementation", "Selection", "pair_tokens", "sparse_mla"]
+__all__ = ["Implementation", "Selection", "sparse_mla"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.choice import choose
 from pallas_kernels.hopper import missing_hopper
@@ -26,7 +24,6 @@ def sparse_mla(
     sm_scale: float,
     sinks: Float[Array, "H"] | None = None,
     value_width: int = 512,
-    pairs: Int[Array, "P 2"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """Softmax attention of packed tokens over listed rows of one or two latent caches.
@@ -51,9 +48,6 @@ def sparse_mla(
         sinks: per head, the logit (natural, unscaled) of a key without a value; -inf has no
             effect, +inf leaves zeros.
         value_width: V.
-        pairs: tokens whose lists are nearly the same (`pair_tokens`): a promise that every token
-            stands in one pair exactly, with T for nobody. The result is the same up to rounding.
-            Mosaic reads and dequantises the bytes of rows that both tokens of a pair list once.
         implementation: ``"xla"`` runs anywhere; ``"mosaic"`` needs a Hopper GPU, bf16 (pools
             too), W of 512 or 576, V of 512 and H a multiple of 64. None takes mosaic where it
             can run and xla elsewhere. Neither is meant to be differentiated.
@@ -68,8 +62,6 @@ def sparse_mla(
     """
     selections = (keys,) if extra is None else (keys, extra)
     _check(query, selections, sinks, sm_scale, value_width)
-    if pairs is not None and (pairs.ndim != 2 or pairs.shape[1] != 2):
-        raise ValueError(f"pairs have shape {pairs.shape}, wanted [P, 2]")
     wanted = choose(
         "sparse_mla",
         "mosaic",
@@ -77,9 +69,7 @@ def sparse_mla(
         "mosaic",
         lambda: missing_hopper() or mosaic_gpu.unsupported(query, selections, value_width),
     )
-    run: Callable = {"xla": reference.sparse_mla, "mosaic": mosaic_gpu.sparse_mla}[wanted]
-    if wanted == "mosaic" and pairs is not None and keys.layout is not None:
-        run = functools.partial(run, pairs=pairs, share="tokens")
+    run = {"xla": reference.sparse_mla, "mosaic": mosaic_gpu.sparse_mla}[wanted]
     return run(query, selections, sinks, sm_scale, value_width)
 
 
@@ -113,11 +103,6 @@ def _check_selection(
         raise ValueError(f"{name}.pool has {rows} rows, wanted 1 to 2^31 - 1: ids are int32")
     if indices.ndim != 2 or indices.shape[0] != tokens:
         raise ValueError(f"{name}.indices have shape {indices.shape}, wanted [{tokens}, K]")
-    if selection.order is not None and selection.order.shape != indices.shape:
-        raise ValueError(
-            f"{name}.order has shape {selection.order.shape}, wanted {indices.shape}, that of "
-            f"{name}.indices"
-        )
     if lengths is not None and lengths.shape != (tokens,):
         raise ValueError(f"{name}.lengths have shape {lengths.shape}, wanted {(tokens,)}")
     size = selection.page_size

@@ -27,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv_quant import V3_2, V4, empty_pages, write
-from pallas_kernels.sparse_mla import mosaic_gpu, pair_tokens, reference
+from pallas_kernels.sparse_mla import mosaic_gpu, reference
 from pallas_kernels.sparse_mla.selection import Selection
 from pallas_kernels.sparse_mla.shapes import SHAPES, VERIFY, Shape
-from pallas_kernels.sparse_mla.tiling import layout_of_pairs
 
 CALLS = 10
 SAMPLES = 7
@@ -53,27 +52,17 @@ Attend = Callable[..., tuple[jax.Array, jax.Array]]
 def implementations(shape: Shape, sm_scale: float) -> dict[str, tuple[str, Attend]]:
     """The kind of pools and a call of each way to run the shape."""
     run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=sm_scale)
-    found: dict[str, tuple[str, Attend]] = {"mosaic": ("bf16", run), "mosaic fp8": ("fp8", run)}
-    if shape.requests:
-        pairs = pair_tokens(requests_of(shape), shape.requests)
-        for ahead in (1, 2):
-            together = functools.partial(run, pairs=pairs, share="tokens", ahead=ahead)
-            found[f"fp8 pairs, {ahead} ahead"] = "fp8", together
+    found: dict[str, tuple[str, Attend]] = {}
     if shape.heads % (2 * mosaic_gpu.HEADS) == 0:
         for ahead in (1, 2):
-            together = functools.partial(run, share="heads", ahead=ahead)
-            found[f"fp8 heads, {ahead} ahead"] = "fp8", together
+            shared = functools.partial(run, share_keys=True, ahead=ahead)
+            found[f"fp8 heads, {ahead} ahead"] = "fp8", shared
+    found |= {"mosaic fp8": ("fp8", run), "mosaic": ("bf16", run)}
     if shape.tokens <= 8:
         found["mosaic unsplit"] = "bf16", functools.partial(run, splits=1)
         xla = functools.partial(reference.sparse_mla, value_width=mosaic_gpu.VALUE_WIDTH)
         found["xla"] = "bf16", functools.partial(xla, sm_scale=sm_scale)
     return found
-
-
-def requests_of(shape: Shape) -> jax.Array:
-    """Whose each token is."""
-    window = shape.tokens // shape.requests
-    return jnp.repeat(jnp.arange(shape.requests, dtype=jnp.int32), window)
 
 
 def operands(shape: Shape, seed: int) -> Operands:
@@ -85,7 +74,7 @@ def operands(shape: Shape, seed: int) -> Operands:
     rng = np.random.default_rng(seed)
     selections = []
     for entries in filter(None, (shape.keys, shape.extra)):
-        order, pages = None, PAGES
+        pages = PAGES
         if not shape.requests:
             ids = jax.random.randint(next(keys), (shape.tokens, entries), 0, pages * PAGE)
         else:
@@ -93,11 +82,10 @@ def operands(shape: Shape, seed: int) -> Operands:
             places, pages = make(shape, entries, rng)
             table = rng.permutation(pages)
             ids = jnp.asarray(table[places // PAGE] * PAGE + places % PAGE, jnp.int32)
-            order = jnp.asarray(places, jnp.int32)
         listed = jnp.zeros(pages * PAGE, bool).at[ids].set(True)
         pool = jax.random.normal(next(keys), (pages * PAGE, shape.width), jnp.bfloat16)
         pool = jnp.where(listed[:, None], pool, jnp.nan)
-        selections.append(Selection(pool.reshape(pages, PAGE, -1), ids, order=order))
+        selections.append(Selection(pool.reshape(pages, PAGE, -1), ids))
     rows = (shape.tokens, shape.heads, shape.width)
     # Scores of variance 4: some keys matter more than others.
     query = 2 * jax.random.normal(next(keys), rows, jnp.bfloat16)
@@ -138,7 +126,7 @@ def quantised(selection: Selection) -> Selection:
     layout = V3_2 if width == V3_2.width else V4
     rows = selection.pool.reshape(pages * page, width)
     pool = write(empty_pages(pages, page, layout), jnp.arange(len(rows)), rows, layout, page)
-    return Selection(pool, selection.indices, page_size=page, order=selection.order)
+    return Selection(pool, selection.indices, page_size=page)
 
 
 @functools.partial(jax.jit, static_argnames="sm_scale")
@@ -182,7 +170,8 @@ def program(attend: Attend, estimate: float) -> tuple[Callable[..., Any], int]:
         def calls(_: int, result: Any) -> Any:
             for _ in range(CALLS):
                 shift = (result[1][0, 0] > 1e30).astype(jnp.int32)  # never: scores are small
-                result = attend(query, moved(selections, shift), sinks)
+                moved = [dataclasses.replace(s, indices=s.indices + shift) for s in selections]
+                result = attend(query, tuple(moved), sinks)
             return result
 
         tokens, heads, _ = query.shape
@@ -190,47 +179,6 @@ def program(attend: Attend, estimate: float) -> tuple[Callable[..., Any], int]:
         return jax.lax.fori_loop(0, repeats, calls, (out, jnp.zeros((tokens, heads))))
 
     return run, CALLS * repeats
-
-
-def moved(selections: tuple[Selection, ...], shift: jax.Array) -> tuple[Selection, ...]:
-    """Lists that no compiler knows to be the same in every turn of a loop."""
-
-    def by_shift(values: jax.Array | None) -> jax.Array | None:
-        return None if values is None else values + shift
-
-    return tuple(
-        dataclasses.replace(s, indices=s.indices + shift, order=by_shift(s.order))
-        for s in selections
-    )
-
-
-def measure_union(shape: Shape, selections: tuple[Selection, ...]) -> dict[str, Any]:
-    """Median µs of merging the lists of pairs, which the times of pairs hold too."""
-    pairs = pair_tokens(requests_of(shape), shape.requests)
-
-    @jax.jit
-    def run(selections: Any) -> jax.Array:
-        def call(_: int, shift: jax.Array) -> jax.Array:
-            lists = layout_of_pairs(moved(selections, shift), pairs)[:3]
-            lowest = jnp.stack([jnp.minimum(x.min(), 0) for x in lists])
-            return lowest.sum() + 2  # -1 - 1 + 0 + 2: as before
-
-        return jax.lax.fori_loop(0, 10 * CALLS, call, jnp.int32(0))
-
-    jax.block_until_ready(run(selections))
-    samples = []
-    for _ in range(SAMPLES):
-        begin = time.perf_counter()
-        jax.block_until_ready(run(selections))
-        samples.append(time.perf_counter() - begin)
-    rows, _, tiles, _ = jax.jit(layout_of_pairs)(selections, pairs)
-    lists = sum(s.indices.size for s in selections)
-    return {
-        "us": statistics.median(samples) / (10 * CALLS) * 1e6,
-        "rows_of_lists": float((rows >= 0).sum()) / lists,
-        "tiles": int(tiles.sum()),
-        "failed": "",
-    }
 
 
 def measure_ours(
@@ -368,8 +316,6 @@ def measure(name: str, seed: int, peer: FlashMLA | None, chosen: str) -> Iterato
         variant: functools.partial(measure_ours, attend, cases[kind], want[kind], estimate)
         for variant, (kind, attend) in implementations(shape, sm_scale).items()
     }
-    if shape.requests:
-        calls["lists of pairs"] = functools.partial(measure_union, shape, selections)
     if peer:
         for variant, call in peer.runs(shape, selections, sm_scale):
             calls[variant] = functools.partial(peer.measure, call)
@@ -416,9 +362,8 @@ def main() -> int:
         for row in measure(name, options.seed, peer, options.choose):
             rows.append(row)
             print(_line(row), flush=True)
-        report["rows"] = rows
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1))
+            if options.json:
+                options.json.write_text(json.dumps(report | {"rows": rows}, indent=1))
 
     skipped = sum("skipped" in row for row in rows)
     failed = sum(bool(row.get("failed")) for row in rows)
@@ -441,8 +386,6 @@ def _line(row: dict[str, Any]) -> str:
     line = f"{row['shape']:30}{row['implementation']:20}"
     if "us" in row:
         line += f"{row['us']:8.1f}{row['flops'] / row['us'] / 1e6:9.0f}"
-    if "rows_of_lists" in row:
-        line += f"{row['rows_of_lists']:10.2f}{row['tiles']:10d}"
     if "error" in row:
         line += f"{row['error']:10.1e}{row['lse_error']:10.1e}"
     return f"{line}  {row['failed']}".rstrip()

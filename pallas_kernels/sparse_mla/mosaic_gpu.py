@@ -10,8 +10,8 @@ once it has weighed it, which needs the weights of that tile, hence its finished
 wait for both halves of a refilled tile, so weights and maxima of a tile, published after its
 scores, replace those that the other warpgroup has used already.
 
-Two blocks of a cluster can share their keys: two times 64 heads of a token, or 64 heads of two
-tokens whose lists are merged. Of keys that are bytes each then dequantises half, for both.
+Two blocks of a cluster can attend with 2 x 64 heads of a token and share its keys. Of keys that are
+bytes each then dequantises half, for both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,7 @@ from pallas_kernels.kv_quant import V4
 from pallas_kernels.sparse_mla import hopper_tiles, interpreted_tiles
 from pallas_kernels.sparse_mla.hopper_cluster import BLOCKS
 from pallas_kernels.sparse_mla.selection import Selection
-from pallas_kernels.sparse_mla.tiling import KEYS, Source, layout, layout_of_pairs, tile_start
-
-Share = Literal["heads", "tokens"]
-"""What the two blocks of a cluster have that attend over the same keys: other heads of a token, or
-another token of a pair."""
+from pallas_kernels.sparse_mla.tiling import KEYS, Source, layout, tile_start
 
 HEADS = 64
 """Heads of a block: the height of one wgmma product."""
@@ -97,7 +93,8 @@ def split_count(blocks: int, tiles: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("sm_scale", "value_width", "splits", "share", "ahead", "interpret")
+    jax.jit,
+    static_argnames=("sm_scale", "value_width", "splits", "share_keys", "ahead", "interpret"),
 )
 def sparse_mla(
     query: Float[Array, "T H W"],
@@ -105,10 +102,9 @@ def sparse_mla(
     sinks: Float[Array, "H"] | None,
     sm_scale: float,
     value_width: int = VALUE_WIDTH,
-    pairs: Int[Array, "P 2"] | None = None,
     *,
     splits: int | None = None,
-    share: Share | None = None,
+    share_keys: bool = False,
     ahead: int = 1,
     interpret: Any = False,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
@@ -122,37 +118,36 @@ def sparse_mla(
         sinks: logits of keys without values.
         sm_scale: factor of the scores.
         value_width: 512.
-        pairs: tokens that may be attended together; each in one pair, T for nobody.
         splits: blocks that share the keys of one token and 64 heads; None picks by the shape.
-        share: what blocks of a cluster share their keys for; ``"tokens"`` wants ``pairs``,
-            ``"heads"`` H a multiple of 128. None: blocks by themselves.
+        share_keys: whether two blocks of 64 heads each dequantise half of the keys for both, if
+            keys are bytes; wants H a multiple of 128.
         ahead: units of bytes that are loaded before they are converted.
         interpret: GPU interpreter parameters, to run the kernel on a CPU.
+
+    Raises:
+        ValueError: heads do not fill the blocks, two by two with ``share_keys``.
     """
     del value_width
     tokens, heads, _ = query.shape
-    if share == "tokens":
-        if pairs is None:
-            raise ValueError('pairs is None, wanted pairs of tokens to share="tokens"')
-        rows, listed, tiles, starts = layout_of_pairs(selections, pairs)
-        shared = (listed.reshape(-1, listed.shape[2]), pairs.astype(jnp.int32))
-        blocks = pairs.shape[0] * BLOCKS * heads // HEADS
-    else:
-        rows, tiles, starts = layout(selections)
-        shared, blocks = (), tokens * heads // HEADS
+    members = BLOCKS if share_keys else 1
+    if heads % (members * HEADS):
+        raise ValueError(
+            f"H is {heads}, wanted a multiple of {members * HEADS} with share_keys={share_keys}"
+        )
+    rows, tiles, starts = layout(selections)
     pools = tuple(s.pool.reshape(-1, s.pool.shape[-1]) for s in selections)
-    splits = splits or split_count(blocks, rows.shape[1] // KEYS - 1)
+    splits = splits or split_count(tokens * heads // HEADS, rows.shape[1] // KEYS - 1)
     byte_layout = selections[0].layout
     source = Source(
         starts,
         byte_layout,
         tuple(s.stride for s in selections),
-        shared=share is not None and byte_layout is not None,
+        shared=share_keys and byte_layout is not None,
         ahead=ahead,
     )
-    launch = _Launch(sm_scale * _LOG2_E, splits, share, source, interpret)
+    launch = _Launch(sm_scale * _LOG2_E, splits, members, source, interpret)
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32) * _LOG2_E
-    out, lse = launch(query, pools, rows, tiles, sinks, shared)
+    out, lse = launch(query, pools, rows, tiles, sinks)
     return (out, lse) if splits == 1 else _combine(out, lse, sinks, query.dtype)
 
 
@@ -182,14 +177,14 @@ class _Launch:
     Attributes:
         log2_scale: factor that makes scores base-2 logarithms of weights.
         splits: blocks that share the keys of one token and 64 heads.
-        share: what blocks of a cluster share their keys for.
+        members: blocks of a cluster, each with 64 heads of one token.
         source: where the keys come from.
         interpret: GPU interpreter parameters, or False.
     """
 
     log2_scale: float
     splits: int
-    share: Share | None
+    members: int
     source: Source
     interpret: Any
 
@@ -197,25 +192,22 @@ class _Launch:
         self,
         query: Float[Array, "T H W"],
         pools: tuple[jax.Array, ...],
-        rows: Int[Array, "G C"],
-        tiles: Int[Array, "G 2"],
+        rows: Int[Array, "T C"],
+        tiles: Int[Array, "T 2"],
         sinks: Float[Array, "H"],
-        shared: tuple[jax.Array, ...],
     ) -> Sequence[jax.Array]:
         """``[out, lse]``; of several splits fp32 results and base-2 lse of each, without sinks.
 
-        ``sinks`` are base-2 logarithms. G are the tokens; or P pairs of them, and then ``shared``
-        are what each lists ``[P * 2, C]``, and which they are ``[P, 2]``.
+        ``sinks`` are base-2 logarithms.
         """
         tokens, heads, width = query.shape
         results = [(tokens, heads, VALUE_WIDTH), (tokens, heads)]
         dtypes = (query.dtype if self.splits == 1 else jnp.float32, jnp.float32)
         if self.splits > 1:
             results = [(self.splits, *shape) for shape in results]
-        blocks = rows.shape[0] * (heads // HEADS) * self.splits
-        if self.share == "heads":
-            blocks //= BLOCKS
-        cluster = {"cluster": (BLOCKS,), "cluster_names": ("member",)} if self.share else {}
+        cluster = {}
+        if self.members > 1:
+            cluster = {"cluster": (self.members,), "cluster_names": ("member",)}
         kind = interpreted_tiles if self.interpret else hopper_tiles
 
         def kernel(*refs: Any) -> None:
@@ -243,7 +235,7 @@ class _Launch:
                 jax.ShapeDtypeStruct(shape, dtype)
                 for shape, dtype in zip(results, dtypes, strict=True)
             ],
-            grid=(blocks,),
+            grid=(tokens * (heads // HEADS // self.members) * self.splits,),
             grid_names=("block",),
             **cluster,
             num_threads=3,
@@ -253,29 +245,19 @@ class _Launch:
             ),
             interpret=self.interpret,
             kernel_name="sparse_mla",
-        )(query, rows, tiles, sinks, *shared, *pools)
+        )(query, rows, tiles, sinks, *pools)
 
     def _block(self, refs: tuple[Any, ...], shared: _Shared, tiles: Any) -> None:
         query, rows, counts, sinks, *pools, out, lse = refs
         compute, copy = _REGISTERS["numbers" if self.source.layout is None else "bytes"]
         warpgroup = lax.axis_index("warpgroup")
         block, split = _divide(lax.axis_index("block"), self.splits)
-        member = lax.axis_index("member") if self.share else 0
-        head_blocks = query.shape[1] // HEADS
-        if self.share == "heads":
-            group, head_block = _divide(block, head_blocks // BLOCKS)
-            head_block = head_block * BLOCKS + member
-        else:
-            group, head_block = _divide(block, head_blocks)
+        token, head_block = _divide(block, query.shape[1] // HEADS // self.members)
+        if self.members > 1:
+            head_block = head_block * self.members + lax.axis_index("member")
         heads = pl.ds(pl.multiple_of(head_block * HEADS, HEADS), HEADS)
-        token, mine, there = group, rows.at[group], None
-        if self.share == "tokens":
-            listed, members, *pools = pools
-            token, mine = members[group, member], listed.at[group * BLOCKS + member]
-            there = token < query.shape[0]
-            token = jnp.where(there, token, 0)
 
-        parts = counts[group, 0], counts[group, 1]
+        parts = counts[token, 0], counts[token, 1]
         pairs = _divide(parts[0] + parts[1] + 1, 2)[0]
         share = _divide(pairs + (self.splits - 1), self.splits)[0]
         first = split * share
@@ -298,28 +280,21 @@ class _Launch:
 
                 def listed(step):
                     start = tile_start(2 * (first + step) + me, parts, self.source.starts)
-                    entries = mine.at[pl.ds(pl.multiple_of(start, KEYS), KEYS)]
+                    entries = rows.at[token, pl.ds(pl.multiple_of(start, KEYS), KEYS)]
                     return plgpu.load(entries, layout=_PER_KEY, optimized=False)
 
                 state = half.attend(query.at[token, heads], listed, pairs)
-
-                def store():
-                    if self.splits == 1:
-                        sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False)
-                        half.store(state, sink, out.at[token, heads], lse.at[token, heads])
-                    else:
-                        place = split, token, heads
-                        half.store_partial(state, out.at[place], lse.at[place])
-
-                if there is None:
-                    store()
+                if self.splits == 1:
+                    sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False)
+                    half.store(state, sink, out.at[token, heads], lse.at[token, heads])
                 else:
-                    pl.when(there)(store)
+                    place = split, token, heads
+                    half.store_partial(state, out.at[place], lse.at[place])
 
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(copy, action="decrease")
-            tiles.fill(rows.at[group], tuple(pools), first, pairs, parts)
+            tiles.fill(rows.at[token], tuple(pools), first, pairs, parts)
 
         tiles.meet_peer()
 

@@ -15,7 +15,7 @@ from pallas_kernels.kv_quant import V3_2, V4, Layout, dequantise, read
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "indices", "lengths", "order"],
+    data_fields=["pool", "indices", "lengths"],
     meta_fields=["page_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +35,12 @@ class Selection:
         page_size: rows of a page that have ids, at most R; None when all R have. Less where
             pages are padded, or shared with something else. V4's layout needs it: scales stand
             after that many rows, and what is left of a page is padding.
-        order: numbers that ascend strictly along each list, as far as it counts, and then are
-            below 0: the same number is the same row in the lists of two tokens that are
-            attended together. Entries of a paged pool ascend by their place in the text, say,
-            and not by id. None: their lists are sorted by id first, which takes time.
     """
 
     pool: Float[Array, "N R W"] | UInt8[Array, "N *B"]
     indices: Int[Array, "T K"]
     lengths: Int[Array, "T"] | None = None
     page_size: int | None = None
-    order: Int[Array, "T K"] | None = None
 
     @property
     def layout(self) -> Layout | None:

@@ -48,9 +48,9 @@ VERIFY = {
         requests * window, heads, width, keys, extra, requests
     )
     for model, heads, width, keys, extra, sizes in (
-        ("v4-flash", 64, 512, 128, 512, ((32, 6), (64, 4), (64, 5), (256, 4), (256, 6))),
         ("v4-pro", 128, 512, 128, 1024, ((64, 4), (256, 4))),
         ("v3.2", 128, 576, 2048, 0, ((64, 4),)),
+        ("v4-flash", 64, 512, 128, 512, ((32, 6), (64, 4), (64, 5), (256, 4), (256, 6))),
     )
     for requests, window in sizes
 }

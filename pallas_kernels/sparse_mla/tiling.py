@@ -11,7 +11,6 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.kv_quant import Layout
 from pallas_kernels.sparse_mla.selection import Selection
-from pallas_kernels.sparse_mla.together import merge
 
 KEYS = 64
 """Keys of a tile."""
@@ -54,24 +53,6 @@ def layout(
     counts = [_tiles(s) for s in selections] + [jnp.zeros(tokens, jnp.int32)]
     rows = jnp.concatenate([*parts, empty], axis=1)
     return rows, jnp.stack(counts[:2], axis=1), (widths[0], sum(widths))
-
-
-def layout_of_pairs(
-    selections: Sequence[Selection], pairs: Int[Array, "P 2"]
-) -> tuple[Int[Array, "P C"], Int[Array, "P 2 C"], Int[Array, "P 2"], Starts]:
-    """As `layout` over the merged lists of each pair, and what each of the two lists of them."""
-    parts, lengths = zip(*(merge(s, pairs) for s in selections), strict=True)
-    count = pairs.shape[0]
-    empty = jnp.full((count, 2, KEYS), -1, jnp.int32)
-    widths = [part.shape[2] for part in parts]
-    tiles = [(n + KEYS - 1) // KEYS for n in lengths] + [jnp.zeros(count, jnp.int32)]
-    listed = jnp.concatenate([*parts, empty], axis=2)
-    return (
-        listed.max(axis=1),
-        listed,
-        jnp.stack(tiles[:2], axis=1),
-        (widths[0], sum(widths)),
-    )
 
 
 def tile_start(number: Any, tiles: tuple[Any, Any], starts: Starts) -> Any:

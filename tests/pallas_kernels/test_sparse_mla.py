@@ -13,9 +13,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from pallas_kernels import kv_quant
 from pallas_kernels.kv_quant import V3_2, V4, empty_pages
-from pallas_kernels.sparse_mla import Selection, mosaic_gpu, pair_tokens, sparse_mla
-from pallas_kernels.sparse_mla.shapes import SHAPES, VERIFY, Shape
-from pallas_kernels.sparse_mla.together import merge
+from pallas_kernels.sparse_mla import Selection, mosaic_gpu, sparse_mla
+from pallas_kernels.sparse_mla.shapes import SHAPES, Shape
 
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
 ROUNDING = 5e-3
@@ -252,11 +251,11 @@ def test_padded_pages_are_stepped_over(attend):
 
 @pytest.mark.parametrize("layout", [V3_2, V4], ids=["v3.2", "v4"])
 def test_pools_of_bytes_are_dequantised(attend, layout):
-    ids = lists(3, 150, rows=60)
+    ids = lists(4, 150, rows=60)
     ids[0, :70], ids[2, 5:] = -1, JUNK[0]
-    chosen, dense = bytes_and_numbers(layout, ids, [150, 150, 6])
-    other, other_dense = bytes_and_numbers(layout, lists(3, 70, rows=60), [0, 70, 1])
-    query, sinks = queries(3, layout.width), jnp.linspace(-2, 2, HEADS)
+    chosen, dense = bytes_and_numbers(layout, ids, [150, 150, 6, 0])
+    other, other_dense = bytes_and_numbers(layout, lists(4, 70, rows=60), [0, 70, 1, 0])
+    query, sinks = queries(4, layout.width), jnp.linspace(-2, 2, HEADS)
     got = attend(query, chosen, other, sinks=sinks)
     assert_close(got, by_hand(query, dense, other_dense, sinks=sinks))
 
@@ -294,101 +293,39 @@ def test_a_token_with_nan_leaves_the_others_alone(attend):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("width", "splits"), [(512, 1), (576, 2)])
-def test_the_kernel_pairs_tiles_of_two_ragged_lists(interpreted, width, splits):
+@pytest.mark.parametrize(
+    ("width", "splits", "share_keys"), [(512, 1, False), (576, 2, False), (512, 1, True)]
+)
+def test_the_kernel_pairs_tiles_of_two_ragged_lists(interpreted, width, splits, share_keys):
     # Two pairs of tiles each: three tiles and none, the first without a row; one tile and two.
     ids = lists(2, 130)
     ids[0, :70] = -1
     ids[1, 1:] = JUNK[0]
     window = selection(ids, [130, 1], width=width)
     other = selection(lists(2, 70, 5, 60), [0, 65], pages=20, page=3, width=width, seed=6)
-    query = queries(2, width, heads=64)
-    sinks = jnp.linspace(-2, 2, 64).at[0].set(jnp.inf).at[1].set(-jnp.inf)
-    got = interpreted(query, window, other, sinks=sinks, splits=splits)
+    query = queries(2, width, heads=128 if share_keys else 64)
+    sinks = jnp.linspace(-2, 2, query.shape[1]).at[0].set(jnp.inf).at[1].set(-jnp.inf)
+    got = interpreted(query, window, other, sinks=sinks, splits=splits, share_keys=share_keys)
     assert_close(got, by_hand(query, window, other, sinks=sinks))
-
-
-@pytest.mark.timeout(60)
-def test_two_blocks_attend_with_two_tokens_over_their_merged_lists(interpreted):
-    ids = lists(3, 70)
-    ids[1, :60] = ids[0, 10:]
-    ids[2, 1:] = JUNK[0]
-    window = selection(ids, [70, 70, 1])
-    other = selection(lists(3, 3, 5, 60), [0, 3, 0], pages=20, page=3, seed=6)
-    query = queries(3, heads=64)
-    sinks = jnp.linspace(-2, 2, 64)
-    pairs = jnp.asarray([[0, 1], [2, 3], [3, 3]])
-    got = interpreted(query, window, other, sinks=sinks, pairs=pairs, share="tokens", splits=1)
-    assert_close(got, by_hand(query, window, other, sinks=sinks))
-
-
-@pytest.mark.parametrize("layout", [V3_2, V4], ids=["v3.2", "v4"])
-def test_attending_with_pairs_of_tokens_changes_nothing(attend, layout):
-    ids, lengths = lists(6, 150, rows=60), [150, 150, 0, 0, 6, 140]
-    ids[1, 20:] = ids[0, :-20]
-    ids[0, :70], ids[4, 5:] = -1, JUNK[0]
-    chosen, dense = bytes_and_numbers(layout, ids, lengths)
-    other, other_dense = bytes_and_numbers(layout, lists(6, 70, rows=60), [0, 70, 0, 0, 1, 0])
-    query, sinks = queries(6, layout.width), jnp.linspace(-2, 2, HEADS)
-    pairs = pair_tokens(jnp.asarray([7, 7, 3, 3, 3, 1]), runs=3)
-    got = attend(query, chosen, other, sinks=sinks, pairs=pairs)
-    assert_close(got, by_hand(query, dense, other_dense, sinks=sinks))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [V3_2, V4], ids=["v3.2", "v4"])
-@pytest.mark.parametrize(
-    ("share", "ahead", "splits"),
-    [("tokens", 2, 1), ("tokens", 1, 3), ("heads", 1, 1), ("heads", 2, 2)],
-)
-def test_blocks_that_share_their_keys_repeat_bitwise(layout, share, ahead, splits):
+@pytest.mark.parametrize(("ahead", "splits"), [(1, 1), (2, 2)])
+def test_blocks_that_share_their_keys_repeat_bitwise(layout, ahead, splits):
     ids = lists(5, 700, rows=60)
-    ids[1, :690] = ids[0, 10:]
     ids[2, :300] = -1
     chosen, dense = bytes_and_numbers(layout, ids, [700, 700, 700, 0, 1])
     query, sinks = queries(5, layout.width, 128), jnp.linspace(-2, 2, 128)
-    pairs = pair_tokens(jnp.zeros(5, jnp.int32))
 
     def run():
-        options = {"pairs": pairs, "share": share, "ahead": ahead, "splits": splits}
+        options = {"share_keys": True, "ahead": ahead, "splits": splits}
         return mosaic_gpu.sparse_mla(query, (chosen,), sinks, SM_SCALE, **options)
 
     first, again = run(), run()
     assert_close(first, by_hand(query, dense, sinks=sinks))
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_consecutive_tokens_of_a_request_make_pairs():
-    pairs = pair_tokens(jnp.asarray([3, 3, 3, 1, 1, 9, 9, 9, 9]), runs=3)
-    want = [[0, 1], [2, 9], [3, 4], [5, 6], [7, 8], [9, 9]]
-    np.testing.assert_array_equal(pairs, want)
-    alone = pair_tokens(jnp.asarray([0, 1, 2]))
-    np.testing.assert_array_equal(alone, [[0, 3], [1, 3], [2, 3]])
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_merged_lists_hold_what_each_token_lists_and_common_rows_once(ordered):
-    rng, tokens, keys = np.random.default_rng(8), 6, 70
-    lengths = np.array([70, 70, 65, 0, 70, 1])
-    places = np.sort([rng.choice(150, keys, replace=False) for _ in range(tokens)], axis=1)
-    ids = rng.permutation(288)[places]
-    if not ordered:
-        ids[0, :3], ids[1, 5:7], ids[4] = 5, 5, -1
-    chosen = dataclasses.replace(
-        selection(ids, lengths), order=jnp.asarray(places) if ordered else None
-    )
-    pairs = [[0, 1], [2, 3], [4, 6], [6, 5]]
-    merged, length = map(np.asarray, jax.jit(merge)(chosen, jnp.asarray(pairs)))
-    counts = np.zeros((tokens + 1, 288), int)
-    for t, rows in enumerate(np.asarray(chosen.rows())):
-        np.add.at(counts[t], rows[rows >= 0], 1)
-    for pair, lists_of_pair, end in zip(pairs, merged, length, strict=True):
-        for t, found in zip(pair, lists_of_pair, strict=True):
-            np.testing.assert_array_equal(np.bincount(found[found >= 0], minlength=288), counts[t])
-        assert end == np.maximum(*counts[pair]).sum()
-        assert (lists_of_pair[:, end:] == -1).all()
-        assert (lists_of_pair[:, :end].max(axis=0) >= 0).all()
 
 
 @pytest.mark.gpu
@@ -446,16 +383,15 @@ def random_operands(shape: Shape) -> tuple[jax.Array, tuple[Selection, ...], jax
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "share"),
+    ("name", "layout", "share_keys"),
     [
-        ("v3.2, 1024 tokens, 64 heads", None, None),
-        ("v3.2, 1024 tokens", V3_2, "heads"),
-        ("v4-flash, 8 tokens", V4, None),
-        ("v4-flash verify, 64 x 5", V4, "tokens"),
+        ("v3.2, 1024 tokens, 64 heads", None, False),
+        ("v3.2, 1024 tokens", V3_2, True),
+        ("v4-flash, 8 tokens", V4, False),
     ],
 )
-def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, share):
-    shape = (SHAPES | VERIFY)[name]
+def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, share_keys):
+    shape = SHAPES[name]
     query = jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.width), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((1024, 64, shape.width), jnp.bfloat16)
     if layout is not None:
@@ -468,13 +404,8 @@ def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, share):
     )
     assert mosaic_gpu.unsupported(query, selections, VALUE_WIDTH) is None
     sinks = jax.ShapeDtypeStruct((shape.heads,), jnp.float32)
-    pairs = jax.ShapeDtypeStruct((shape.tokens // 2, 2), jnp.int32)
-    run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=SM_SCALE, share=share)
-
-    def attend(query, selections, sinks, pairs):
-        return run(query, selections, sinks, pairs=pairs)
-
-    assert "mosaic_gpu" in lowered_for_hopper(attend, query, selections, sinks, pairs)
+    run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=SM_SCALE, share_keys=share_keys)
+    assert "mosaic_gpu" in lowered_for_hopper(run, query, selections, sinks)
 
 
 def test_only_small_launches_split_the_keys():
@@ -484,10 +415,10 @@ def test_only_small_launches_split_the_keys():
     assert mosaic_gpu.split_count(blocks=1, tiles=0) == 1
 
 
-def test_tokens_share_keys_only_in_pairs():
+def test_keys_are_shared_by_blocks_two_by_two():
     case = queries(2, heads=64), (selection(lists(2, 3)),)
-    with pytest.raises(ValueError, match="pairs is None"):
-        mosaic_gpu.sparse_mla(*case, None, SM_SCALE, share="tokens")
+    with pytest.raises(ValueError, match="H is 64, wanted a multiple of 128"):
+        mosaic_gpu.sparse_mla(*case, None, SM_SCALE, share_keys=True)
 
 
 @pytest.mark.parametrize(
@@ -545,8 +476,6 @@ def test_an_empty_list_is_a_list(attend):
         ({"indices": jnp.zeros((2, 4), jnp.int32)}, r"keys.indices have shape \(2, 4\)"),
         ({"lengths": jnp.zeros(3, jnp.int32)}, r"keys.lengths have shape \(3,\)"),
         ({"page_size": 4}, "keys.page_size is 4, wanted 1 to 3"),
-        ({"order": jnp.zeros((1, 5), int)}, r"keys.order has shape \(1, 5\), wanted \(1, 4\)"),
-        ({"pairs": jnp.zeros(2, int)}, r"pairs have shape \(2,\), wanted \[P, 2\]"),
         ({"sinks": jnp.zeros(3)}, rf"sinks have shape \(3,\), wanted \({HEADS},\)"),
         ({"sm_scale": -1.0}, "sm_scale is -1.0"),
         ({"value_width": 600}, "value_width is 600, wanted 1 to 512"),
@@ -555,7 +484,7 @@ def test_an_empty_list_is_a_list(attend):
 )
 def test_operands_that_do_not_fit_are_refused(change, says):
     fields = {"pool": jnp.zeros((2, 3, WIDTH), jnp.bfloat16), "indices": jnp.zeros((1, 4), int)}
-    fields |= {"lengths": None, "page_size": None, "order": None}
+    fields |= {"lengths": None, "page_size": None}
     given = {"query": queries(1), "sm_scale": SM_SCALE} | change
     fields |= {name: given.pop(name) for name in tuple(given) if name in fields}
     with pytest.raises(ValueError, match=says):
