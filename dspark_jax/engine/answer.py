@@ -29,7 +29,8 @@ class Brought:
             return np.swapaxes(np.asarray(values), 0, 1)
 
         count = by_lane(outcome.count)
-        taken = count > 0  # a lane that has ended takes part in no later step
+        # a lane joins after the step that reads its prompt, and leaves where it ends
+        taken = count > 0
         emitted = np.arange(outcome.tokens.shape[-1]) < count[..., None]
         self.commits = count[taken].tolist()
         self.windows = by_lane(outcome.window)[taken].tolist()
@@ -39,6 +40,7 @@ class Brought:
         self.tokens_before = _offsets(count.sum(axis=1))
         self.finish = np.asarray(report.finish)[-1].tolist()
         self.logprobs = outcome.logprobs
+        self.taken = taken
 
 
 def _offsets(counts: np.ndarray) -> list[int]:
@@ -55,14 +57,15 @@ def absorb(sequence: Sequence, brought: Brought, lane: int) -> FinishReason | No
     sequence.accepted += brought.accepted[begin:end]
     sequence.tokens += brought.tokens[first:last]
     if sequence.job.params.logprobs is not None and brought.logprobs is not None:
-        _absorb_logprobs(sequence, brought.logprobs, lane, commits)
+        steps = np.flatnonzero(brought.taken[lane]).tolist()
+        _absorb_logprobs(sequence, brought.logprobs, lane, dict(zip(steps, commits, strict=True)))
     finish = brought.finish[lane]
     return None if finish == states.RUNNING else FINISH[finish]
 
 
-def _absorb_logprobs(sequence: Sequence, logprobs: Any, lane: int, commits: list[int]) -> None:
+def _absorb_logprobs(sequence: Sequence, logprobs: Any, lane: int, commits: dict[int, int]) -> None:
     wanted = sequence.job.params.logprobs
-    for step, count in enumerate(commits):
+    for step, count in commits.items():
         parts = (logprobs.chosen, logprobs.top_ids, logprobs.top_values)
         chosen, ids, values = (part[step, lane, :count].tolist() for part in parts)
         for token_id, own, *top in zip(

@@ -16,7 +16,7 @@ from dspark_jax.decode.request import Completion, Service
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure, Histogram
 from dspark_jax.engine.lanes import Report
-from dspark_jax.engine.programs import Flight
+from dspark_jax.engine.programs import Flight, Leg
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
 from dspark_jax.schedule.cost import CostTables
@@ -84,11 +84,6 @@ class Metrics:
 
     def read(self, flight: Flight, report: Report) -> None:
         """Take over a dispatch that has just been read, before its sequences have grown."""
-        assert flight.ended is not None, "a dispatch is read before it is counted"
-        seconds = flight.ended - max(flight.sent, self._read_at)
-        # Read late, it may have ended long before, and the next one begun.
-        exact = flight.waited and (self._waited or flight.sent >= self._read_at)
-        self._read_at, self._waited = flight.ended, flight.waited
         outcome = report.outcome
         count, window = np.asarray(outcome.count), np.asarray(outcome.window)
         judged, done = np.asarray(outcome.accepted), len(count)
@@ -126,7 +121,16 @@ class Metrics:
             self._budgets.add(np.asarray(decision.budget)[taken])
             if decision.confidence is not None:
                 self._believe(flight, decision.confidence, proposed, accepted)
-        self._time(flight, seconds / done, count, window, depth, exact=exact)
+        contexts, begin = self._contexts(flight, count), 0
+        for leg in flight.legs:
+            assert leg.ended is not None, "a dispatch is read before it is counted"
+            seconds = leg.ended - max(flight.sent, self._read_at)
+            # Read late, it may have ended long before, and the next one begun.
+            exact = leg.waited and (self._waited or flight.sent >= self._read_at)
+            self._read_at, self._waited = leg.ended, leg.waited
+            steps = slice(begin, begin := begin + leg.steps)
+            counted = count[steps], window[steps], depth[steps], contexts[steps]
+            self._time(flight.batch, leg, seconds / leg.steps, *counted, exact=exact)
 
     def ended(self, sequence: Sequence, completion: Completion) -> Service:
         """Count an answer; how it was served."""
@@ -183,26 +187,30 @@ class Metrics:
         stride = -(-len(flat[0]) // MOST_BLOCKS)
         self._calibration.observe(*(part[::stride] for part in flat), steps=len(survival))
 
+    def _contexts(self, flight: Flight, count: np.ndarray) -> np.ndarray:
+        """Live cache rows of everyone who decodes, before each step; 0 where no cost asks."""
+        start = np.zeros(count.shape[1], np.int64)
+        if len(self._costs()[flight.batch, flight.legs[0].pieces].contexts) > 1:
+            for sequence, lane in flight.lanes:
+                start[lane] = sequence.rows
+        lengths = start + np.cumsum(count, axis=0) - count
+        return (lengths * (count > 0)).sum(axis=1)
+
     def _time(
         self,
-        flight: Flight,
+        batch: int,
+        leg: Leg,
         seconds: float,
         count: Any,
         window: Any,
         depth: np.ndarray,
+        contexts: np.ndarray,
         *,
         exact: bool,
     ) -> None:
         """Rows and seconds of each step, and the seconds that the cost table gives it."""
-        live = count > 0
-        width, batch = self._config.width, flight.batch
-        tables = self._costs()[batch, flight.pieces]
-        start = np.zeros(live.shape[1], np.int64)
-        if len(tables.contexts) > 1:
-            for sequence, lane in flight.lanes:
-                start[lane] = sequence.rows
-        lengths = start + np.cumsum(count, axis=0) - count
-        contexts = (lengths * live).sum(axis=1)
+        live, width = count > 0, self._config.width
+        tables = self._costs()[batch, leg.pieces]
         buckets = self._stepping(self._config, batch).buckets or (batch * width,)
         compact = self._config.mode == "compact"
         verify, draft = np.zeros(len(buckets)), 0.0
@@ -211,8 +219,8 @@ class Metrics:
             capped = self._config.mode == "cap-accept"
             rows = int(full if capped else (window[step] + live[step]).sum())
             bucket = batch * width
-            if compact and flight.shape is not None:
-                bucket = flight.shape.rows
+            if compact and leg.shape is not None:
+                bucket = leg.shape.rows
             elif compact:
                 bucket = next(size for size in buckets if size >= rows)
             if rows:
@@ -222,7 +230,7 @@ class Metrics:
             self._step_seconds.add(seconds)
             if not tables.known or seconds <= 0:
                 continue
-            size = rows if compact and flight.shape is None else bucket
+            size = rows if compact and leg.shape is None else bucket
             predicted = np.interp(contexts[step], tables.contexts, tables.verify[:, size])
             verify[buckets.index(bucket)] += predicted
             if depth[step]:
@@ -235,7 +243,7 @@ class Metrics:
             self._sums["measured_seconds"] += seconds
             self._sums["relative_error"] += abs(float(predicted) - seconds) / seconds
         if self._correction is not None and tables.known and seconds > 0 and exact:
-            program = batch, flight.pieces
+            program = batch, leg.pieces
             self._correction.observe(program, verify, float(draft), seconds * len(count))
 
     def figures(self) -> list[Figure]:

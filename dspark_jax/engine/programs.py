@@ -65,30 +65,43 @@ def _run(
 
 
 @dataclasses.dataclass
+class Leg:
+    """One launch of a dispatch.
+
+    Attributes:
+        steps: that it takes.
+        pieces: pieces of prompts it was compiled for.
+        shape: what its steps draft and verify; None where they decide it themselves.
+        ended: when the host has seen it end, seconds on the engine's clock; None until it is read.
+        waited: whether the host was waiting for it then, so that ``ended`` is no later.
+    """
+
+    steps: int
+    pieces: int
+    shape: Shape | None
+    ended: float | None = None
+    waited: bool = False
+
+
+@dataclasses.dataclass
 class Flight:
     """A dispatch that may still be running.
 
     Attributes:
         plan: what was asked for.
         lanes: which lane a sequence decodes in.
-        launched: what its steps did, on the device, as soon as it has been launched there.
+        launched: what the steps of each leg did, on the device, when all have been launched there.
         batch: lanes it was compiled for.
-        pieces: pieces of prompts it was compiled for.
-        shape: what its steps draft and verify; None where they decide it themselves.
+        legs: in the order they run.
         sent: when it was dispatched, seconds on the engine's clock.
-        ended: when the host has seen it end; None until it is read.
-        waited: whether the host was waiting for it then, so that ``ended`` is no later.
     """
 
     plan: Plan
     lanes: list[tuple[Text, int]]
-    launched: Future[Packed]
+    launched: Future[list[Packed]]
     batch: int
-    pieces: int
-    shape: Shape | None
+    legs: list[Leg]
     sent: float = 0.0
-    ended: float | None = None
-    waited: bool = False
 
     def wait(self, clock: Callable[[], float]) -> None:
         """Return when it has ended.
@@ -96,17 +109,21 @@ class Flight:
         Raises:
             Exception: what went wrong on the device.
         """
-        ready = self.launched.done()
-        words: Any = self.launched.result().words
-        self.waited = not (ready and words.is_ready())
-        words.block_until_ready()
-        self.ended = clock()
+        launched = self.launched.done()
+        for leg, report in zip(self.legs, self.launched.result(), strict=True):
+            words: Any = report.words
+            leg.waited = not (launched and words.is_ready())
+            words.block_until_ready()
+            leg.ended = clock()
 
     def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
-        if self.ended is None:
+        if self.legs[-1].ended is None:
             self.wait(clock)
-        return unpack(jax.device_get(self.launched.result()))
+        reports = [unpack(one) for one in jax.device_get(self.launched.result())]
+        if len(reports) == 1:
+            return reports[0]
+        return jax.tree.map(lambda *legs: np.concatenate(legs), *reports)
 
 
 @dataclasses.dataclass
@@ -129,7 +146,7 @@ class Programs:
         columns: increasing page counts of a request.
         pieces: most pieces of prompts in a step.
         prompt_width: rows of a piece.
-        steps: steps of a dispatch without prompts; one with them takes one.
+        steps: steps of a launch without prompts; one with them takes one.
         context: most tokens of prompt and answer together.
         dtype: of the caches.
     """
@@ -232,52 +249,64 @@ class Programs:
 
     def dispatch(self, plan: Plan) -> Flight:
         """Have a plan launched on the device and return at once."""
-        starting = [self._starting(one) for one in itertools.batched(plan.starting, self._group)]
         everyone = plan.sequences
         config = self._covering([one.job.params for one in everyone])
         batch = _tier(self.batches, len(everyone))
         columns = _tier(self.columns, max(len(one.pages) for one in everyone))
         whole = batch == self.slots
         lane = {one: one.slot if whole else index for index, one in enumerate(everyone)}
-        decoding = [(one, lane[one]) for one in plan.decoding]
-        pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
-        # a single step is compiled with room for prompts alone
-        tiers = self.piece_tiers if plan.steps < self.steps else (0, *self.piece_tiers)
-        room = _tier(tiers, len(pieces))
         lanes = [(one, lane[one]) for one in everyone]
-        shape = self._shape(plan, batch, room)
-        call = self._call(
-            config,
-            _placed(lanes, batch, columns, self.slots, len(decoding)),
-            pieces,
-            room,
-            shape,
-        )
+        pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
+        for one in (*plan.starting, *plan.late):
+            if self.choice is not None:
+                self.choice.begin(one.slot, one.room, one.rows)
 
-        def launch() -> Packed:
-            for group in starting:
-                self._admit(group)
-            report = self._launch(call)
-            report.words.copy_to_host_async()  # pyright: ignore[reportAttributeAccessIssue]
-            return report
+        def leg(decoding: list[Text], room: int, steps: int) -> tuple[Leg, Call]:
+            shape = self._shape(decoding, batch, room, len(everyone) - len(decoding))
+            placed = _placed(lanes, batch, columns, self.slots, len(decoding))
+            call = self._call(config, placed, pieces if room else [], room, shape)
+            return Leg(steps, room, shape), call
 
-        return Flight(plan, decoding, self._launcher.submit(launch), batch, room, shape)
+        legs, left = [], plan.steps
+        # a single step is compiled with room for prompts alone
+        if pieces or left < self.steps:
+            legs.append(leg(plan.decoding, _tier(self.piece_tiers, len(pieces)), 1))
+            left -= 1
+        if left:
+            legs.append(leg([*plan.decoding, *plan.late], 0, left))
+        starting, late = (self._groups(some) for some in (plan.starting, plan.late))
+
+        def launch() -> list[Packed]:
+            reports = []
+            for admitted, (_, call) in zip((starting, late), legs, strict=False):
+                for group in admitted:
+                    self._admit(group)
+                reports.append(self._launch(call))
+                reports[-1].words.copy_to_host_async()
+            return reports
+
+        decoding = lanes[: len(plan.decoding) + len(plan.late)]
+        flights = [one for one, _ in legs]
+        return Flight(plan, decoding, self._launcher.submit(launch), batch, flights)
+
+    def _groups(self, sequences: list[Text]) -> list[Packed]:
+        """Requests that begin to decode, as many a group as are admitted together."""
+        return [self._starting(one) for one in itertools.batched(sequences, self._group)]
 
     def _shapes(self, batch: int, pieces: int) -> tuple[Shape, ...]:
         """What a dispatch is compiled for: beside few rows of prompts, seldom run, little."""
         shapes = self.shapes(batch, pieces * self.prompt_width)
         return shapes if pieces in (0, self.piece_tiers[-1]) else extremes(shapes)
 
-    def _shape(self, plan: Plan, batch: int, pieces: int) -> Shape | None:
-        """What the dispatch of a plan drafts and verifies."""
+    def _shape(
+        self, decoding: list[Text], batch: int, pieces: int, prefilling: int
+    ) -> Shape | None:
+        """What a leg drafts and verifies."""
         if self.choice is None:
             return None
-        for one in plan.starting:
-            self.choice.begin(one.slot, one.room, one.rows)
-        slots = [one.slot for one in plan.decoding]
+        slots = [one.slot for one in decoding]
         costs = self._in_use[batch, pieces]
         shapes = self._shapes(batch, pieces)
-        prefilling = len(plan.sequences) - len(slots)
         return self.choice.choose(shapes, batch, costs, slots, prefilling=prefilling)
 
     @property
@@ -313,7 +342,7 @@ class Programs:
         count: int,
         shape: Shape | None,
     ) -> Call:
-        """A dispatch: a step with room for ``count`` pieces of prompts, or ``steps`` without."""
+        """A launch: a step with room for ``count`` pieces of prompts, or ``steps`` without."""
         batch = placed.decoding.shape[0]
         if shape is None:
             config = self.stepping(config, batch)

@@ -27,20 +27,23 @@ class Plan:
     Attributes:
         starting: sequences whose prompt is complete, to be admitted to decoding first.
         decoding: sequences that decode, the starting ones included.
-        pieces: of prompts, which ride along.
-        steps: steps to take; 1 with pieces, or where pages are short.
+        pieces: of prompts, which ride along in a step of their own before the others.
+        late: sequences whose prompt the pieces complete; they decode in the steps after that one.
+        steps: steps to take, that with the pieces included; a single one where pages are short or
+            prompts fill the next one too.
     """
 
     starting: list[Sequence]
     decoding: list[Sequence]
     pieces: list[Piece]
+    late: list[Sequence]
     steps: int
 
     @property
     def sequences(self) -> list[Sequence]:
         """Everyone in it, once each."""
         prompts = dict.fromkeys(piece.sequence for piece in self.pieces)
-        return [*self.decoding, *prompts]
+        return [*self.decoding, *self.late, *(one for one in prompts if one not in self.late)]
 
 
 class Scheduler:
@@ -48,8 +51,8 @@ class Scheduler:
 
     Older requests go first. When pages run out the newest request loses its own and waits to be
     computed again; the oldest can always finish, because the pool holds any one request.
-    Prompts are read as soon as they fill a step, and else in every other dispatch: a step that
-    carries them is dispatched alone, which costs the host as much as several without.
+    Prompts are read in the first step of a dispatch; while they fill one after the other, it is the
+    only one.
 
     Args:
         pool: the pages.
@@ -57,7 +60,7 @@ class Scheduler:
         width: rows of a full window.
         pieces: pieces of prompts in one step.
         prompt_width: rows of a piece.
-        steps: steps of a dispatch without prompts, as long as there are pages for them.
+        steps: steps of a dispatch beside the one that reads prompts, as long as there are pages.
         prefix_reuse: whether full pages are kept for later requests.
 
     Attributes:
@@ -90,7 +93,6 @@ class Scheduler:
         self._prompt_width = prompt_width
         self._steps = steps
         self._reuse = prefix_reuse
-        self._read_now = True
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that wants to run."""
@@ -107,18 +109,24 @@ class Scheduler:
             sequence.stage = Stage.DECODING
         # A step emits a token at least: whoever has as many in flight as room will have ended.
         decoding = [s for s in self.running if s.stage is Stage.DECODING and s.in_flight < s.room]
-        pieces: list[Piece] = []
-        if self._read_now or not decoding or self._unread() >= self._pieces:
-            pieces = self._next_pieces()
+        pieces = self._next_pieces()
         if not decoding and not pieces:
             return None
-        steps = 1
-        if not pieces and self._grow(decoding, self._steps):
-            steps = self._steps
-        self._read_now = not pieces
-        for sequence in decoding:
+        reading = [s for s in self.running if s.stage is Stage.PREFILLING]
+        late = [s for s in reading if s.prefilled == s.rows]
+        steps = self._steps + bool(pieces)
+        nobody = not decoding and not late
+        if (
+            nobody
+            or self._unread(reading) >= self._pieces
+            or not self._grow([*decoding, *late], steps)
+        ):
+            late, steps = [], 1
+        for sequence in late:
+            sequence.stage = Stage.DECODING
+        for sequence in (*decoding, *late):
             sequence.in_flight += steps
-        return Plan(starting, decoding, pieces, steps)
+        return Plan(starting, decoding, pieces, late, steps)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up slot, pages and place in the queue."""
@@ -143,11 +151,9 @@ class Scheduler:
             self.store.remember(sequence.pages[column], keys[column])
         sequence.remembered = full
 
-    def _unread(self) -> int:
-        """Pieces that the prompts of those who have joined still come in."""
-        width = self._prompt_width
-        reading = (s for s in self.running if s.stage is Stage.PREFILLING)
-        return sum(-(-(s.rows - s.prefilled) // width) for s in reading)
+    def _unread(self, reading: list[Sequence]) -> int:
+        """Pieces that the prompts of these still come in."""
+        return sum(-(-(s.rows - s.prefilled) // self._prompt_width) for s in reading)
 
     def _make_room(self) -> bool:
         """Pages for one more step of everyone who decodes, oldest first; whether one had to go."""
@@ -217,7 +223,7 @@ class Scheduler:
 
     def _growing(self) -> int:
         """Pages for those that will grow, or they would throw a newcomer out again: one each."""
-        return sum(self._missing(other, self._steps + 1) > 0 for other in self.running)
+        return sum(self._missing(other, self._steps + 2) > 0 for other in self.running)
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""

@@ -10,7 +10,6 @@ import pytest
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import as_json
-from dspark_jax.engine.packing import unpack
 from dspark_jax.engine.programs import Flight
 from dspark_jax.schedule.cost import no_costs
 from tests.engine.small import BLOCK, VOCAB
@@ -124,13 +123,14 @@ def serve(make_engine):
     costs = table((1.0, 1.3), draft=0.1, buckets=(SMALL, FULL))
 
     def wait(flight, clock, machine):
-        steps = len(unpack(jax.device_get(flight.launched.result())).finish)
-        verification = 1.3 * machine["slower"] if flight.shape.rows > SMALL else 1.0
-        seconds = verification + 0.1 * (flight.shape.depth > 0)
-        machine["dispatches"] += 1
-        hiccup = 50 if machine["dispatches"] == machine["hiccup"] else 1
-        machine["now"] += steps * seconds * hiccup
-        flight.ended, flight.waited = machine["now"], True
+        jax.block_until_ready(flight.launched.result())
+        for leg in flight.legs:
+            verification = 1.3 * machine["slower"] if leg.shape.rows > SMALL else 1.0
+            seconds = verification + 0.1 * (leg.shape.depth > 0)
+            machine["dispatches"] += 1
+            hiccup = 50 if machine["dispatches"] == machine["hiccup"] else 1
+            machine["now"] += leg.steps * seconds * hiccup
+            leg.ended, leg.waited = machine["now"], True
 
     def run(*, slower=1.0, hiccup=None, count=300, **changes):
         machine = {"now": 0.0, "dispatches": 0, "slower": slower, "hiccup": hiccup}
@@ -183,7 +183,8 @@ def test_a_dispatch_that_is_read_late_teaches_nothing(make_engine, monkeypatch):
 
     def late(flight, clock):
         jax.block_until_ready(flight.launched.result())
-        flight.ended, flight.waited = clock() + 5.0, False
+        for leg in flight.legs:
+            leg.ended, leg.waited = clock() + 5.0, False
 
     monkeypatch.setattr(Flight, "wait", late)
     engine.generate([Request([1], SamplingParams(max_new_tokens=20))])

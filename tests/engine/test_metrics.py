@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.engine.figures import Figure, Histogram, as_json
 from dspark_jax.engine.metrics import Metrics
+from dspark_jax.engine.programs import Leg
 from dspark_jax.engine.prometheus import FigureCollector, exposition
 from dspark_jax.engine.sequence import Stage
 from dspark_jax.schedule.cost import no_costs
@@ -158,7 +159,9 @@ def test_what_is_in_flight_at_a_reset_is_timed_from_the_end_of_what_it_waited_fo
     assert flight.sent < begun
     engine.reset_metrics()
     engine.step()
-    assert as_json(engine.figures())["step_seconds"]["sum"] == pytest.approx(flight.ended - begun)
+    assert as_json(engine.figures())["step_seconds"]["sum"] == pytest.approx(
+        flight.legs[-1].ended - begun
+    )
     engine.abort(index)
 
 
@@ -224,7 +227,10 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
         for lane, rows in enumerate((20, 30))
     ]
     flight = SimpleNamespace(
-        sent=1.0, ended=7.0, waited=True, batch=4, pieces=0, lanes=lanes, shape=None
+        sent=1.0,
+        batch=4,
+        lanes=lanes,
+        legs=[Leg(steps=2, pieces=0, shape=None, ended=7.0, waited=True)],
     )
     metrics.read(flight, SimpleNamespace(outcome=outcome))
     found = as_json(metrics.figures())

@@ -40,31 +40,32 @@ def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
         (0, [0, 1, 2, 3]),
         (4, [4, 5, 6, 7]),
     ]
-    assert not queue.plan().pieces, "one piece does not fill a step, and the last one read some"
+    assert first.steps == 4, "a step with the pieces, and three"
     second = queue.plan()
-    assert second.decoding == [short]
+    assert (second.decoding, second.late) == ([short], [long])
     assert [(piece.start, piece.tokens) for piece in second.pieces] == [(8, [8])]
     third = queue.plan()
-    assert third.starting == [long]
+    assert not third.starting, "the steps after its last piece were its first"
     assert third.decoding == [short, long]
     assert not third.pieces
 
 
-def test_several_steps_are_dispatched_only_while_no_prompt_is_read():
-    queue = scheduler()
+def test_prompts_are_read_in_a_step_of_their_own_before_the_others():
+    queue = scheduler(pages=24)
     queue.add(sequence(0, [5, 6]))
-    assert queue.plan().steps == 1
+    first = queue.plan()
+    assert (first.steps, first.decoding, first.late) == (4, [], first.sequences)
     assert queue.plan().steps == 3
     queue.add(sequence(1, [1, 2, 3]))
-    assert queue.plan().steps == 1
+    assert queue.plan().steps == 4
 
 
-def test_prompts_that_fill_a_step_are_read_one_after_the_other():
+def test_while_prompts_fill_one_step_after_the_other_nobody_waits_for_more_of_them():
     queue = scheduler(pages=24, pieces=2)
     queue.add(sequence(0, [5]))
     queue.add(sequence(1, range(20)))
-    assert [len(queue.plan().pieces) for _ in range(3)] == [2, 2, 0]
-    assert len(queue.plan().pieces) == 1
+    plans = [queue.plan() for _ in range(4)]
+    assert [(len(plan.pieces), plan.steps) for plan in plans] == [(2, 1), (2, 4), (1, 4), (0, 3)]
 
 
 def test_who_will_have_ended_takes_part_in_nothing_more():
@@ -131,8 +132,9 @@ def test_a_known_prefix_is_not_prefilled_again():
     same, other = sequence(1, text), sequence(2, [*text[:4], 30, 31, 32, 33, 34])
     queue.add(same)
     queue.add(other)
-    assert queue.plan().starting == [same], "all its full pages are known, and 8 rows fill them"
-    assert [(piece.sequence, piece.start) for piece in queue.plan().pieces] == [(other, 4)]
+    plan = queue.plan()
+    assert plan.starting == [same], "all its full pages are known, and 8 rows fill them"
+    assert [(piece.sequence, piece.start) for piece in plan.pieces] == [(other, 4)]
     assert same.pages[0] == other.pages[0]
 
 
