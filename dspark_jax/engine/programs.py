@@ -256,6 +256,7 @@ class Programs:
         whole = batch == self.slots
         lane = {one: one.slot if whole else index for index, one in enumerate(everyone)}
         lanes = [(one, lane[one]) for one in everyone]
+        placed = _placed(lanes, batch, columns, self.slots)
         pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
         for one in (*plan.starting, *plan.late):
             if self.choice is not None:
@@ -263,8 +264,10 @@ class Programs:
 
         def leg(decoding: list[Text], room: int, steps: int) -> tuple[Leg, Call]:
             shape = self._shape(decoding, batch, room, len(everyone) - len(decoding))
-            placed = _placed(lanes, batch, columns, self.slots, len(decoding))
-            call = self._call(config, placed, pieces if room else [], room, shape)
+            decodes: Any = np.zeros(batch, bool)
+            decodes[[lane[one] for one in decoding]] = True
+            own = dataclasses.replace(placed, decoding=decodes)
+            call = self._call(config, own, pieces if room else [], room, shape)
             return Leg(steps, room, shape), call
 
         legs, left = [], plan.steps
@@ -408,16 +411,13 @@ class Programs:
         return jax.device_put(pack(starting))
 
 
-def _placed(
-    sequences: list[tuple[Text, int]], batch: int, columns: int, slots: int, decoding: int = 0
-) -> Lanes:
-    """Lanes on the host; the first ``decoding`` of ``sequences`` decode."""
+def _placed(sequences: list[tuple[Text, int]], batch: int, columns: int, slots: int) -> Lanes:
+    """Lanes on the host, of which none decodes yet."""
     slot: Any = np.full(batch, slots, np.int32)
-    decodes: Any = np.zeros(batch, bool)
+    decoding: Any = np.zeros(batch, bool)
     table: Any = np.full((batch, columns), -1, np.int32)
     lanes = np.fromiter((lane for _, lane in sequences), np.int32, len(sequences))
     slot[lanes] = [one.slot for one, _ in sequences]
-    decodes[lanes[:decoding]] = True
     # All pages at once: hundreds of small copies take longer than the dispatch.
     counts = np.fromiter((len(one.pages) for one, _ in sequences), np.int32, len(sequences))
     pages = np.fromiter(
@@ -425,7 +425,7 @@ def _placed(
     )
     first = np.repeat(np.cumsum(counts) - counts, counts)
     table[np.repeat(lanes, counts), np.arange(len(pages)) - first] = pages
-    return Lanes(None if batch == slots else slot, decodes, table)
+    return Lanes(None if batch == slots else slot, decoding, table)
 
 
 def _tier(tiers: tuple[int, ...], wanted: int) -> int:
