@@ -73,7 +73,8 @@ def bench(
         seed: request i uses seed + i.
         max_context: tokens of prompt and answer together; the default fits the prompts.
         page_size: cache rows of a page.
-        steps: steps of one dispatch while no prompt is read; the default is 4 on a GPU, else 1.
+        steps: steps of one dispatch, beside one in which prompts are read; the default is 4 on a
+            GPU, else 1.
         lag: age in steps of the confidences that decide a budget.
         bound_blocks: let the adaptive arms bound what full blocks would have committed, which
             takes time of its own, and compare that with what cap-accept saw.

@@ -59,7 +59,8 @@ class EngineConfig:
             ``max_context``: a step whose texts are all shorter reads no more than that.
         bound_blocks: bound what full blocks would have committed, for the metrics; modes "compact"
             and "cap-accept".
-        steps: steps of one dispatch while no prompt is read; None takes what `dispatch_steps` says.
+        steps: steps of one dispatch, beside one in which prompts are read; None takes what
+            `dispatch_steps` says.
         overlap: prepare a step while the one before runs. False waits for every step; tokens
             are the same.
     """
@@ -115,7 +116,7 @@ class EngineConfig:
         return table is not None and known and self.threshold is None
 
     def dispatch_steps(self) -> int:
-        """Steps of a dispatch without prompts.
+        """Steps of a dispatch, beside one in which prompts are read.
 
         Who ends takes part until the dispatch after is over, so they are few; on a GPU enough for
         the host to prepare and launch the next dispatch meanwhile.

