@@ -1,8 +1,8 @@
-"""What each dispatch drafts and verifies: compiled shapes, and the choice among them. Host only.
+"""What each leg of a dispatch drafts and verifies: shapes, and the choice among them. Host only.
 
 A step that chose its own depth and rows would branch on the device, and a branch costs a GPU's
-host a round trip. So a leg of a dispatch has one shape, chosen when it is prepared, from confidences of
-steps that have been read: the policy "lagged".
+host a round trip. So each leg of a dispatch has one shape, chosen when it is prepared, from
+confidences of steps that have been read: the policy "lagged".
 """
 
 from __future__ import annotations
