@@ -22,6 +22,7 @@ from dspark_jax.drafter.validate import check_fits
 from dspark_jax.schedule.cost import (
     CostTables,
     TierCosts,
+    beside_prompts,
     load_costs,
     no_costs,
     read_tiers,
@@ -135,6 +136,7 @@ def tables_for(
                 f"cost tables cover (verify sizes, draft sizes, positions) {found}; a batch "
                 f"of {batch} and block size {block_size} want {wanted}"
             )
+        tables = beside_prompts(tables, prompt_rows)
     else:
         tables = load_costs(
             cost_table,

@@ -181,6 +181,22 @@ def load_costs(
     )
 
 
+def beside_prompts(tables: CostTables, rows: int) -> CostTables:
+    """``tables`` for verifies that carry ``rows`` rows of prompts besides: n tokens cost n + rows.
+
+    Past its end a table goes on at its mean slope, which padding in it does not bend.
+    """
+    if not rows:
+        return tables
+    verify = np.asarray(tables.verify)
+    sizes = verify.shape[1]
+    wanted = np.arange(sizes) + rows
+    slope = (verify[:, -1] - verify[:, 0]) / max(sizes - 1, 1)
+    beyond = np.maximum(wanted - (sizes - 1), 0)
+    priced = verify[:, np.minimum(wanted, sizes - 1)] + slope[:, None] * beyond
+    return dataclasses.replace(tables, verify=jnp.asarray(priced, jnp.float32))
+
+
 def read_tiers(
     path: str | Path, *, slots: int, block_size: int, device: str, model: str, dtype: str
 ) -> tuple[TierCosts, ...]:

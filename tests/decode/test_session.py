@@ -15,9 +15,11 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
+from dspark_jax.decode.setup import tables_for
 from dspark_jax.decode.slots import SlotPrograms
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.models.config import DenseConfig
+from dspark_jax.schedule.cost import no_costs
 from dspark_jax.testing.markov import (
     MarkovDrafterConfig,
     MarkovDrafterWeights,
@@ -365,10 +367,16 @@ def test_costs_measured_for_another_model_are_refused(tmp_path):
 
 
 def test_ready_made_costs_must_cover_the_batch():
-    from dspark_jax.schedule.cost import no_costs
-
     with pytest.raises(ValueError, match=r"\(6, 2, 4\).*\(11, 3, 4\)"):
         session(cost_table=no_costs(1, BLOCK))
+
+
+def test_tables_in_memory_price_the_rows_of_prompts_that_ride_along(oracle):
+    rows = jnp.arange(2 * (BLOCK + 1) + 1, dtype=jnp.float32)
+    costs = no_costs(2, BLOCK).replace(verify=1 + rows[None], known=jnp.asarray(True))
+    pair = target(), drafter()
+    found = tables_for(*pair, oracle.config, costs, None, batch=2, prompt_rows=7)
+    np.testing.assert_allclose(found.verify, 8 + rows[None])
 
 
 def test_the_lack_of_costs_is_said_once_and_a_distant_calibration_too(caplog):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dspark_jax.calibration.file import Calibration, CalibrationEntry
 from dspark_jax.schedule.cost import (
     MeasuredCosts,
+    beside_prompts,
     load_costs,
     no_costs,
     with_calibration,
@@ -132,6 +133,16 @@ def test_rows_of_prompts_are_paid_for_without_padding(tmp_path):
     found = load(tmp_path, TIERS, buckets=(2, 8), prompt_rows=8)
     # 10 and 16 rows, of which 8 are of prompts: between the points of 8 and 16
     np.testing.assert_allclose(found.verify[0], [3.5] * 3 + [5.0] * 6)
+
+
+def test_rows_of_prompts_are_paid_for_in_tables_held_in_memory_as_well(tmp_path):
+    stairs = load(tmp_path, TABLE)
+    found = beside_prompts(stairs, 6)
+    np.testing.assert_array_equal(found.verify[:, :3], stairs.verify[:, 6:])
+    # a row beyond the last stair costs what a row costs on average, (3 - 1) / 8
+    np.testing.assert_allclose(found.verify[0, 3:], 3 + np.arange(1, 7) / 4)
+    np.testing.assert_array_equal(found.draft, stairs.draft)
+    assert beside_prompts(stairs, 0) is stairs
 
 
 @pytest.mark.parametrize(
