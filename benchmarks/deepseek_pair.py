@@ -32,7 +32,8 @@ from dspark_jax.checkpoints.drafter_deepseek_v4 import drafter_shapes
 from dspark_jax.decode.step import Weights
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights
-from dspark_jax.models.deepseek_v4.config import DeepseekV4Config, Yarn
+from dspark_jax.models.deepseek_rope import Yarn
+from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.weights import DeepseekV4Weights
 from dspark_jax.models.experts import Experts
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.models.deepseek_v4.rope import for_heads, rotate_tail
+from dspark_jax.models.deepseek_rope import for_heads, rotate_tail
 from dspark_jax.models.deepseek_v32.attention import position_phases
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 from dspark_jax.models.deepseek_v32.indexer import Phases, index_key, rotate_head

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.models.deepseek_rope import Phases, for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4 import hyper_connections as mhc
 from dspark_jax.models.deepseek_v4.attention import project_out, project_query, project_row
 from dspark_jax.models.deepseek_v4.cache import span
@@ -19,7 +20,7 @@ from dspark_jax.models.deepseek_v4.compressor import pool_entries, token_pairs, 
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.entries import visible
 from dspark_jax.models.deepseek_v4.moe import route
-from dspark_jax.models.deepseek_v4.rope import Phases, for_heads, phases, rotate_tail
+from dspark_jax.models.deepseek_v4.rope import phases
 from dspark_jax.models.deepseek_v4.weights import (
     Attention,
     Compressor,

@@ -10,7 +10,7 @@ from typing import Any
 
 from dspark_jax.checkpoints.deepseek_v4_config import check_yarn
 from dspark_jax.checkpoints.target import check_numbers, check_positive
-from dspark_jax.models.deepseek_v4.config import Yarn
+from dspark_jax.models.deepseek_rope import Yarn
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 
 # What another value of these would change is not implemented.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dspark_jax.checkpoints.deepseek_v4_named import Tensors, named_experts, named_mlp
+from dspark_jax.checkpoints.deepseek_named import Tensors, named_experts, named_mlp
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 from dspark_jax.models.deepseek_v32.weights import Attention, DeepseekV32Weights, Mlp, Moe
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.checkpoints.target import check_numbers, check_positive
+from dspark_jax.models.deepseek_rope import Yarn
 from dspark_jax.models.deepseek_v4.cache import PAGE_TOKENS
-from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config, Yarn
+from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
 
 _KINDS = {
     "sliding_attention": None,

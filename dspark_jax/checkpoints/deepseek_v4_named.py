@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
+from dspark_jax.checkpoints.deepseek_named import Tensors, named_experts, named_mlp
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.weights import (
     Attention,
@@ -16,9 +15,6 @@ from dspark_jax.models.deepseek_v4.weights import (
     Layer,
     Moe,
 )
-from dspark_jax.models.experts import Experts
-
-Tensors = dict[str, Any]
 
 
 def deepseek_v4_fields(config: DeepseekV4Config) -> dict[str, Any]:
@@ -114,18 +110,4 @@ def _moe(moe: Moe) -> Tensors:
         named["ffn.gate.bias"] = moe.bias
     if moe.expert_of_token is not None:
         named["ffn.gate.tid2eid"] = moe.expert_of_token
-    return named
-
-
-def named_mlp(prefix: str, gate_up: Any, down: Any) -> Tensors:
-    """A SwiGLU MLP as w1 (gate), w2 (down) and w3 (up)."""
-    gate, up = jnp.split(gate_up, 2)
-    return {f"{prefix}w1.weight": gate, f"{prefix}w2.weight": down, f"{prefix}w3.weight": up}
-
-
-def named_experts(prefix: str, experts: Experts) -> Tensors:
-    """Every routed expert of a layer."""
-    named: Tensors = {}
-    for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-        named |= named_mlp(f"{prefix}{number}.", gate_up, down)
     return named

@@ -15,8 +15,8 @@ from dspark_jax.checkpoints.deepseek_v4 import target_shapes
 from dspark_jax.checkpoints.deepseek_v4_config import deepseek_v4_config
 from dspark_jax.checkpoints.quantized import E2M1, dequantize_fp4, dequantize_fp8
 from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.models.deepseek_rope import Yarn
 from dspark_jax.models.deepseek_v4.cache import init_cache
-from dspark_jax.models.deepseek_v4.config import Yarn
 from dspark_jax.testing.deepseek_v4 import deepseek_fields, random_tensors, toy_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "deepseek_v4_tiny"

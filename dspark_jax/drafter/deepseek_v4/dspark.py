@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights, RingContext
+from dspark_jax.models.deepseek_rope import Phases
 from dspark_jax.models.deepseek_v4 import hyper_connections as mhc
 from dspark_jax.models.deepseek_v4.attention import project_out, project_query, project_row
 from dspark_jax.models.deepseek_v4.moe import moe
-from dspark_jax.models.deepseek_v4.rope import Phases, phases
+from dspark_jax.models.deepseek_v4.rope import phases
 from dspark_jax.models.deepseek_v4.weights import Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.pages import PagePool, contiguous, locate

@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.models.deepseek_v4.rope import frequencies, rotate_tail
+from dspark_jax.models.deepseek_rope import frequencies, rotate_tail
 from dspark_jax.models.deepseek_v32.cache import LayerCache, write_rows
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 from dspark_jax.models.deepseek_v32.indexer import Phases, choose_rows, index_key

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from types import ModuleType
 
-from dspark_jax.models.deepseek_v4.config import Yarn
+from dspark_jax.models.deepseek_rope import Yarn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.models.deepseek_rope import Phases, for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4 import ring
 from dspark_jax.models.deepseek_v4.cache import LayerCache
 from dspark_jax.models.deepseek_v4.compressor import compress
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v4.indexer import choose_entries
 from dspark_jax.models.deepseek_v4.plan import Plan
-from dspark_jax.models.deepseek_v4.rope import Phases, for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4.weights import Attention
 from dspark_jax.models.layers import linear, rms_norm
 from pallas_kernels.sparse_mla import Selection, sparse_mla

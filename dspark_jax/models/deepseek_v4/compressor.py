@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.models.deepseek_rope import Phases, rotate_tail
 from dspark_jax.models.deepseek_v4 import entries, ring
 from dspark_jax.models.deepseek_v4.cache import CompressorCache
 from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
 from dspark_jax.models.deepseek_v4.plan import Plan
-from dspark_jax.models.deepseek_v4.rope import Phases, rotate_tail
 from dspark_jax.models.deepseek_v4.weights import Compressor
 from dspark_jax.models.layers import linear, rms_norm
 

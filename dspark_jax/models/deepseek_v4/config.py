@@ -5,18 +5,10 @@ from __future__ import annotations
 import dataclasses
 from types import ModuleType
 
+from dspark_jax.models.deepseek_rope import Yarn
+
 OVERLAPPING_RATIO = 4
 """Layers of this ratio pool overlapping windows and choose entries by an indexer (CSA)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Yarn:
-    """YaRN's rescaling of rotary frequencies; lengths in tokens, betas in turns."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
 
 
 @dataclasses.dataclass(frozen=True)

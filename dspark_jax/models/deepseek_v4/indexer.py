@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.models.deepseek_rope import for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
 from dspark_jax.models.deepseek_v4.plan import Plan
-from dspark_jax.models.deepseek_v4.rope import for_heads, rotate_tail
 from dspark_jax.models.deepseek_v4.weights import Indexer
 from dspark_jax.models.layers import linear
 from pallas_kernels.indexer_logits import Batch, indexer_logits

@@ -6,11 +6,12 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from dspark_jax.models.deepseek_rope import Phases
 from dspark_jax.models.deepseek_v4 import entries, ring
 from dspark_jax.models.deepseek_v4.batch import Batch, Part
 from dspark_jax.models.deepseek_v4.cache import DeepseekV4Cache, span
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
-from dspark_jax.models.deepseek_v4.rope import Phases, phases
+from dspark_jax.models.deepseek_v4.rope import phases
 from pallas_kernels.swa_index import swa_index
 
 

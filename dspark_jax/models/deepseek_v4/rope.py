@@ -1,16 +1,12 @@
-"""Rotary position embedding of DeepSeek-V4: interleaved pairs at the tail of a head."""
+"""Phases of DeepSeek-V4's rotary embedding, which has one base for windows and one for entries."""
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.models.deepseek_v4.config import DeepseekV4Config, Yarn
-
-Phases = tuple[Float[Array, "*B R/2"], Float[Array, "*B R/2"]]
+from dspark_jax.models.deepseek_rope import frequencies
+from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 
 
 def phases(
@@ -24,49 +20,3 @@ def phases(
         frequency = frequencies(width, config.rope_theta, None)
     angle = position[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def frequencies(width: int, theta: float, yarn: Yarn | None) -> Float[np.ndarray, "R/2"]:
-    """Radians a token of every pair; YaRN (arXiv 2309.00071, section 3.2) stretches long waves.
-
-    V4 rescales frequencies alone: neither phases nor scores get YaRN's extra factor.
-    """
-    pair = np.arange(width // 2)
-    frequency = theta ** (-2.0 * pair / width)
-    if yarn is None:
-        return frequency.astype(np.float32)
-
-    def pair_of(turns: float) -> float:
-        """The pair that makes so many turns over the original context."""
-        wavelength = yarn.original_max_position_embeddings / turns
-        return width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_of(yarn.beta_slow)), width - 1)
-    # a ramp of no width is a step
-    stretched = np.clip((pair - low) / max(high - low, 1e-3), 0.0, 1.0)
-    frequency = frequency / yarn.factor * stretched + frequency * (1 - stretched)
-    return frequency.astype(np.float32)
-
-
-def rotate_tail(
-    x: Float[Array, "... E"], phases: Phases, *, inverse: bool = False
-) -> Float[Array, "... E"]:
-    """Turn pairs (2i, 2i+1) of the last R numbers, backwards if ``inverse``.
-
-    The phases' leading axes must broadcast against those of ``x``.
-    """
-    cos, sin = phases
-    if inverse:
-        sin = -sin
-    head, tail = jnp.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
-    pairs = tail.astype(jnp.float32).reshape(*tail.shape[:-1], cos.shape[-1], 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
-    return jnp.concatenate([head, turned.reshape(tail.shape).astype(x.dtype)], axis=-1)
-
-
-def for_heads(phases: Phases) -> Phases:
-    """The same phases for every head of a row."""
-    cos, sin = phases
-    return cos[..., None, :], sin[..., None, :]

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.models.deepseek_rope import Yarn, frequencies, rotate_tail
 from dspark_jax.models.deepseek_v4 import entries, hyper_connections, ring
 from dspark_jax.models.deepseek_v4.batch import locate_rows
 from dspark_jax.models.deepseek_v4.compressor import compress
-from dspark_jax.models.deepseek_v4.config import Yarn
 from dspark_jax.models.deepseek_v4.moe import moe, route
 from dspark_jax.models.deepseek_v4.plan import make_plan
-from dspark_jax.models.deepseek_v4.rope import frequencies, phases, rotate_tail
+from dspark_jax.models.deepseek_v4.rope import phases
 from dspark_jax.models.deepseek_v4.weights import HyperConnection
 from dspark_jax.models.experts import expert
 from dspark_jax.models.ragged import rectangle
