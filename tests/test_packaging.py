@@ -75,6 +75,16 @@ def test_imports_only_go_down():
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def test_a_family_of_deepseeks_decoders_takes_nothing_from_the_other():
+    wrong = []
+    for one, other in (("deepseek_v4", "deepseek_v32"), ("deepseek_v32", "deepseek_v4")):
+        for path in sources():
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if one in module:
+                wrong += [f"{module} imports {name}" for name in imports(path) if other in name]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
 def test_no_module_is_a_drawer_for_everything():
     drawers = {"utils", "util", "common", "helpers", "misc"}
     assert not [path for path in sources() if path.stem in drawers]

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.checkpoints.deepseek_v4_config import check_yarn
-from dspark_jax.checkpoints.target import check_numbers, check_positive
+from dspark_jax.checkpoints.field_kinds import check_kinds
+from dspark_jax.checkpoints.target import check_positive
+from dspark_jax.checkpoints.yarn_fields import yarn_of
 from dspark_jax.models.deepseek_rope import Yarn
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 
@@ -38,6 +39,7 @@ def deepseek_v32_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV3
         ValueError: fields missing, of the wrong kind or contradicting, or a feature that is
             not supported; ``where`` says whose.
     """
+    check_kinds(raw, where)
     for name, wanted in _FIXED.items():
         if raw.get(name) is not None and raw[name] != wanted:
             raise ValueError(f"{where}: {name} is {raw[name]!r}, wanted {wanted!r}")
@@ -55,11 +57,6 @@ def deepseek_v32_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV3
     ]
     if missing:
         raise ValueError(f"{where}: config lacks {', '.join(missing)}")
-    check_numbers(raw, counts, where)
-    if type(raw["routed_scaling_factor"]) not in (int, float):
-        raise ValueError(
-            f"{where}: routed_scaling_factor is {raw['routed_scaling_factor']!r}; wanted a number"
-        )
     theta, yarn, mscale = _rope(raw, where)
     fields: dict[str, Any] = {name: int(raw.get(name) or 0) for name in counts}
     fields |= {name: float(raw[name]) for name in floats}
@@ -75,26 +72,17 @@ def _rope(raw: Mapping[str, Any], where: Path | str) -> tuple[float, Yarn | None
     """RoPE base, YaRN's rescaling of it, and YaRN's factor of the scores."""
     spelled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = spelled.get("rope_theta", raw.get("rope_theta"))
-    if not isinstance(theta, int | float):
-        raise ValueError(f"{where}: rope_theta is {theta!r}; wanted a number")
-    kind = spelled.get("rope_type") or spelled.get("type") or "default"
-    if kind == "default":
+    if theta is None:
+        raise ValueError(f"{where}: rope_theta is None; wanted a number")
+    yarn = yarn_of(spelled, where, also=("mscale", "mscale_all_dim"))
+    if yarn is None:
         return float(theta), None, 1.0
-    if kind != "yarn":
-        raise ValueError(f"{where}: rope type {kind!r} is not supported; supported: default, yarn")
-    names = [field.name for field in dataclasses.fields(Yarn)]
-    names += ["mscale", "mscale_all_dim"]
-    missing = [name for name in names if type(spelled.get(name)) not in (int, float)]
-    if missing:
-        raise ValueError(f"{where}: yarn rope scaling lacks {', '.join(missing)}")
-    check_yarn(spelled, where)
     mscale = spelled["mscale_all_dim"]
     if spelled["mscale"] != mscale:
         raise ValueError(
             f"{where}: mscale is {spelled['mscale']!r} and mscale_all_dim {mscale!r}; wanted equal "
             "values: phases of another length than 1 are not supported"
         )
-    yarn = Yarn(**{field.name: spelled[field.name] for field in dataclasses.fields(Yarn)})
     return float(theta), yarn, 0.1 * mscale * math.log(max(yarn.factor, 1.0)) + 1.0
 
 
@@ -136,5 +124,6 @@ def _check_layers(config: DeepseekV32Config, raw: Mapping[str, Any], where: Path
     if found is not None and list(found) != wanted:
         raise ValueError(
             f"{where}: mlp_layer_types is {found!r}; wanted {dense} dense layers "
-            f"(first_k_dense_replace), then {config.num_hidden_layers - dense} sparse ones"
+            f"(first_k_dense_replace), then {config.num_hidden_layers - dense} sparse ones "
+            "(num_hidden_layers in all)"
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.checkpoints.target import check_numbers, check_positive
+from dspark_jax.checkpoints.field_kinds import check_kinds
+from dspark_jax.checkpoints.target import check_positive
+from dspark_jax.checkpoints.yarn_fields import yarn_of
 from dspark_jax.models.deepseek_rope import Yarn
 from dspark_jax.models.deepseek_v4.cache import PAGE_TOKENS
 from dspark_jax.models.deepseek_v4.config import OVERLAPPING_RATIO, DeepseekV4Config
@@ -41,6 +42,7 @@ def deepseek_v4_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV4C
         ValueError: fields missing, of the wrong kind or contradicting, or a feature that is
             not supported; ``where`` says whose.
     """
+    check_kinds(raw, where)
     for name, wanted in _FIXED.items():
         if raw.get(name) is not None and raw[name] != wanted:
             raise ValueError(f"{where}: {name} is {raw[name]!r}, wanted {wanted!r}")
@@ -50,10 +52,6 @@ def deepseek_v4_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV4C
     missing = [name for name in (*ints, *floats) if raw.get(name) is None]
     if missing:
         raise ValueError(f"{where}: config lacks {', '.join(missing)}")
-    check_numbers(raw, ints, where)
-    for name in floats:
-        if type(raw[name]) not in (int, float):
-            raise ValueError(f"{where}: {name} is {raw[name]!r}; wanted a number")
     theta, compress_theta, yarn = _rope(raw, where)
     sizes: dict[str, Any] = {name: raw[name] for name in (*ints, *floats)}
     config = DeepseekV4Config(
@@ -72,19 +70,17 @@ def deepseek_v4_config(raw: Mapping[str, Any], where: Path | str) -> DeepseekV4C
 def _ratios(raw: Mapping[str, Any], where: Path | str) -> tuple[int, ...]:
     """Compression ratio of every decoder layer."""
     layers = raw["num_hidden_layers"]
-    ratios = raw.get("compress_ratios")
+    name, ratios = "compress_ratios", raw.get("compress_ratios")
     if ratios is None:
-        ratios = _ratios_of_kinds(raw, where)
-    if not _whole_numbers(ratios):
-        raise ValueError(f"{where}: compress_ratios is {ratios!r}; wanted a list of whole numbers")
+        name, ratios = "layer_types with compress_rates", _ratios_of_kinds(raw, where)
     if len(ratios) < layers:
         raise ValueError(
-            f"{where}: compress_ratios names {len(ratios)} layers, num_hidden_layers is {layers}"
+            f"{where}: {name} names {len(ratios)} layers, num_hidden_layers is {layers}"
         )
     for ratio in ratios[:layers]:
         if ratio and (ratio < 2 or PAGE_TOKENS % ratio):
             raise ValueError(
-                f"{where}: compress_ratios contains {ratio}; wanted 0 or a divisor of {PAGE_TOKENS}"
+                f"{where}: {name} contains {ratio}; wanted 0 or a divisor of {PAGE_TOKENS}"
             )
     return tuple(ratios[:layers])
 
@@ -115,14 +111,15 @@ def _hash_layers(raw: Mapping[str, Any], where: Path | str) -> int:
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         count = raw.get("num_hash_layers")
-        if type(count) is not int:
-            raise ValueError(f"{where}: num_hash_layers is {count!r}; wanted a whole number")
+        if count is None:
+            raise ValueError(f"{where}: config lacks num_hash_layers (or mlp_layer_types)")
         return count
     count = sum(kind == "hash_moe" for kind in kinds)
     wanted = ["hash_moe"] * count + ["moe"] * (len(kinds) - count)
     if list(kinds) != wanted or len(kinds) != raw["num_hidden_layers"]:
         raise ValueError(
-            f"{where}: mlp_layer_types is {kinds!r}; wanted one a layer, first hash_moe, then moe"
+            f"{where}: mlp_layer_types is {kinds!r}; wanted one for each of "
+            f"num_hidden_layers, {raw['num_hidden_layers']}: first hash_moe, then moe"
         )
     return count
 
@@ -136,36 +133,11 @@ def _rope(raw: Mapping[str, Any], where: Path | str) -> tuple[float, float, Yarn
     theta: Any = main.get("rope_theta", raw.get("rope_theta"))
     compress_theta: Any = compress.get("rope_theta", raw.get("compress_rope_theta"))
     for name, value in (("rope_theta", theta), ("compress_rope_theta", compress_theta)):
-        if type(value) not in (int, float):
-            raise ValueError(f"{where}: {name} is {value!r}; wanted a number")
+        if value is None:
+            raise ValueError(f"{where}: {name} is None; wanted a number")
     if (main.get("rope_type") or "default") != "default":
-        raise ValueError(f"{where}: the main rope type is {main['rope_type']!r}, wanted 'default'")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return float(theta), float(compress_theta), None
-    if kind != "yarn":
-        raise ValueError(f"{where}: rope type {kind!r} is not supported; supported: default, yarn")
-    names = [field.name for field in dataclasses.fields(Yarn)]
-    missing = [name for name in names if type(scaling.get(name)) not in (int, float)]
-    if missing:
-        raise ValueError(f"{where}: yarn rope scaling lacks {', '.join(missing)}")
-    check_yarn(scaling, where)
-    return float(theta), float(compress_theta), Yarn(**{name: scaling[name] for name in names})
-
-
-def check_yarn(scaling: Mapping[str, Any], where: Path | str) -> None:
-    """Refuse numbers of YaRN that no frequency follows from.
-
-    Raises:
-        ValueError: the first field that is not above 0.
-    """
-    for field in dataclasses.fields(Yarn):
-        value = scaling[field.name]
-        if not 0 < value < math.inf:
-            raise ValueError(
-                f"{where}: {field.name} of yarn rope scaling is {value}; wanted a finite number "
-                "above 0"
-            )
+        raise ValueError(f"{where}: rope_type of main is {main['rope_type']!r}, wanted 'default'")
+    return float(theta), float(compress_theta), yarn_of(scaling, where)
 
 
 def _check_shapes(config: DeepseekV4Config, where: Path | str) -> None:
@@ -191,7 +163,3 @@ def _check_shapes(config: DeepseekV4Config, where: Path | str) -> None:
             f"{where}: num_experts_per_tok is {config.num_experts_per_tok}, n_routed_experts is "
             f"{config.n_routed_experts}"
         )
-
-
-def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, Sequence) and all(type(value) is int for value in values)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dspark_jax.checkpoints.target import check_numbers, rope_settings
+from dspark_jax.checkpoints.field_kinds import check_kinds
+from dspark_jax.checkpoints.target import check_heads, check_positive, rope_settings
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.validate import DrafterMismatch, check_config
 
@@ -23,6 +24,7 @@ LAYER_TYPES_OF_MODEL = ("qwen3",)
 # Speculators' layer id i is the input of target layer i; here it is the output of layer i - 1.
 SPECULATORS_LAYER_OFFSET = 1
 
+_TAPS = {"deepspec": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
 _INT_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -36,6 +38,18 @@ _INT_FIELDS = (
     "mask_token_id",
     "num_target_layers",
     "markov_rank",
+)
+# The others may be 0, or have faults of their own in ``check_config``.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_target_layers",
+    "target_hidden_size",
 )
 
 
@@ -54,8 +68,10 @@ def dialect_of(raw: Mapping[str, Any], where: Path | str) -> Dialect:
     """Which dialect a ``config.json`` is written in.
 
     Raises:
-        ValueError: DeepSeek's dialect, whose drafters are of another kind, or no drafter at all.
+        ValueError: DeepSeek's dialect, whose drafters are of another kind; no drafter at all; or a
+            field of the wrong kind.
     """
+    check_kinds(raw, where)
     if is_deepseek(raw):
         raise ValueError(
             f"{where} is a DeepSeek checkpoint with DSpark layers (dspark_* fields, mtp.* "
@@ -93,31 +109,28 @@ def drafter_config(
     if fields.get("num_target_layers") is None and target is not None:
         fields["num_target_layers"] = target.num_hidden_layers
     missing = [name for name in _INT_FIELDS if fields.get(name) is None]
-    missing += [n for n in ("rms_norm_eps", "target_layer_ids") if fields.get(n) is None]
+    if fields.get("rms_norm_eps") is None:
+        missing.append("rms_norm_eps")
+    if fields.get("target_layer_ids") is None:
+        missing.append(_TAPS[dialect])
     if missing:
         raise ValueError(f"{where}: config lacks {', '.join(missing)}")
-    check_numbers(fields, (*_INT_FIELDS, "draft_vocab_size", "target_hidden_size"), where)
-    layer_ids = fields["target_layer_ids"]
-    if not isinstance(layer_ids, list | tuple) or any(
-        type(layer) is not int for layer in layer_ids
-    ):
-        raise ValueError(
-            f"{where}: target_layer_ids is {layer_ids!r}; wanted a list of whole numbers"
-        )
     theta, scaling = rope_settings(fields, where)
     config = DrafterConfig(
-        **{name: int(fields[name]) for name in _INT_FIELDS},
-        draft_vocab_size=int(fields.get("draft_vocab_size") or fields["vocab_size"]),
+        **{name: fields[name] for name in _INT_FIELDS},
+        draft_vocab_size=_or(fields.get("draft_vocab_size"), fields["vocab_size"]),
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=float(fields["rms_norm_eps"]),
-        target_layer_ids=tuple(layer_ids),
-        target_hidden_size=int(fields.get("target_hidden_size") or fields["hidden_size"]),
-        markov_head_type=fields.get("markov_head_type") or "vanilla",
-        enable_confidence_head=bool(fields.get("enable_confidence_head", False)),
-        confidence_head_with_markov=bool(fields.get("confidence_head_with_markov", False)),
+        target_layer_ids=tuple(fields["target_layer_ids"]),
+        target_hidden_size=_or(fields.get("target_hidden_size"), fields["hidden_size"]),
+        markov_head_type=_or(fields.get("markov_head_type"), "vanilla"),
+        enable_confidence_head=bool(fields.get("enable_confidence_head")),
+        confidence_head_with_markov=bool(fields.get("confidence_head_with_markov")),
         sliding_window=_sliding_window(fields, where),
     )
+    check_positive(config, _SIZES, where)
+    check_heads(config, where)
     try:
         check_config(config)
     except DrafterMismatch as error:
@@ -127,7 +140,7 @@ def drafter_config(
 
 def reserved_ids(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """End-of-text and padding ids a drafter's config mentions, by role."""
-    fields = {**raw.get("transformer_layer_config", {}), **raw}
+    fields = {**(raw.get("transformer_layer_config") or {}), **raw}
     found = {}
     for role in ("eos", "pad"):
         value = fields.get(f"{role}_token_id")
@@ -204,6 +217,10 @@ def _from_speculators(fields: dict[str, Any], where: Path | str) -> dict[str, An
     own = {name: value for name, value in fields.items() if value is not None}
     flat = {**layers, **own, "model_type": layers.get("model_type")}
     ids = fields.get("aux_hidden_state_layer_ids")
+    if ids == []:
+        raise ValueError(
+            f"{where}: aux_hidden_state_layer_ids is empty; at least one tap is needed"
+        )
     if ids is not None:
         flat["target_layer_ids"] = [layer - SPECULATORS_LAYER_OFFSET for layer in ids]
     if not flat.get("sample_from_anchor", True):
@@ -217,15 +234,16 @@ def _from_speculators(fields: dict[str, Any], where: Path | str) -> dict[str, An
 def _refuse_unsupported(fields: Mapping[str, Any], dialect: Dialect, where: Path | str) -> None:
     """Name the first feature of a config that this drafter would silently get wrong."""
     if fields.get("model_type") not in LAYER_TYPES_OF_MODEL:
+        layers = "transformer_layer_config" if dialect == "speculators" else "the draft layers"
         raise ValueError(
-            f"{where}: draft layers of model_type {fields.get('model_type')!r} are not supported; "
+            f"{where}: model_type of {layers} is {fields.get('model_type')!r}; "
             f"supported: {', '.join(LAYER_TYPES_OF_MODEL)}"
         )
     if dialect == "deepspec":
         unknown = set(fields.get("architectures") or ()) - set(DEEPSPEC_ARCHITECTURES)
         if unknown:
             raise ValueError(
-                f"{where}: architecture {', '.join(sorted(unknown))} is not supported; supported: "
+                f"{where}: architectures hold {', '.join(sorted(unknown))}; supported: "
                 f"{', '.join(DEEPSPEC_ARCHITECTURES)}"
             )
     if fields.get("attention_bias"):
@@ -259,4 +277,9 @@ def _sliding_window(fields: Mapping[str, Any], where: Path | str) -> int | None:
         raise ValueError(
             f"{where}: layer_types are sliding_attention but sliding_window is missing"
         )
-    return int(fields["sliding_window"])
+    return fields["sliding_window"]
+
+
+def _or(value: Any, default: Any) -> Any:
+    """``value``, or what stands for one that is absent or null."""
+    return default if value is None else value

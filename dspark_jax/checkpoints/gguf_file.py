@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
+from dspark_jax.checkpoints.target import check_dense
 from dspark_jax.models.config import DenseConfig, RopeScaling
 
 ARCHITECTURES = ("llama", "qwen3")
@@ -103,8 +105,9 @@ class GgufFile:
         """The model's shapes and constants.
 
         Raises:
-            ValueError: metadata that is missing or asks for what is not supported (experts,
-                scaled RoPE other than Llama 3's, partial rotation), value and key named.
+            ValueError: metadata that is missing, of the wrong kind or out of range, or asks for
+                what is not supported (experts, scaled RoPE other than Llama 3's, partial
+                rotation); value and key named.
         """
         experts = self._optional("expert_count")
         if experts:
@@ -115,14 +118,14 @@ class GgufFile:
         if "model.embed_tokens.weight" not in self.shapes:
             raise ValueError(f"{self.path} lacks token_embd.weight")
         hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
-        head_dim = int(self._optional("attention.key_length") or hidden // heads)
-        rotated = int(self._optional("rope.dimension_count") or head_dim)
+        head_dim = self._number("attention.key_length", hidden // max(heads, 1))
+        rotated = self._number("rope.dimension_count", head_dim)
         if rotated != head_dim:
             raise ValueError(
                 f"{self.path}: rope.dimension_count is {rotated}, wanted the head width {head_dim}"
             )
-        theta = float(self._optional("rope.freq_base") or 10_000.0)
-        return DenseConfig(
+        theta = self._real("rope.freq_base", 10_000.0)
+        config = DenseConfig(
             model_type=self.architecture,
             vocab_size=self.shapes["model.embed_tokens.weight"][0],
             hidden_size=hidden,
@@ -132,12 +135,14 @@ class GgufFile:
             num_key_value_heads=self._key_value_heads(),
             head_dim=head_dim,
             rope_theta=theta,
-            rms_norm_eps=_shortest(self._required("attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=_shortest(self._real("attention.layer_norm_rms_epsilon")),
             tie_word_embeddings="lm_head.weight" not in self.shapes,
             max_position_embeddings=self._number("context_length"),
             qk_norm=self.architecture == "qwen3",
-            rope_scaling=self._rope_scaling(head_dim, theta),
+            rope_scaling=None,
         )
+        check_dense(config, self.path)
+        return dataclasses.replace(config, rope_scaling=self._rope_scaling(head_dim, theta))
 
     def _rope_scaling(self, head_dim: int, theta: float) -> RopeScaling | None:
         """Llama 3's scaling, which GGUF stores as one divisor a frequency.
@@ -160,23 +165,31 @@ class GgufFile:
         return scaling
 
     def _key_value_heads(self) -> int:
-        stored = self._optional("attention.head_count_kv")
-        return int(stored) if stored else self._number("attention.head_count")
+        return self._number("attention.head_count_kv", self._number("attention.head_count"))
 
     def _optional(self, key: str) -> Any:
         return self.metadata(f"{self.architecture}.{key}")
 
-    def _required(self, key: str) -> Any:
+    def _required(self, key: str, default: Any) -> Any:
+        """The value under ``key``, or else ``default``; ValueError without either."""
         value = self._optional(key)
+        if value is None:
+            value = default
         if value is None:
             raise ValueError(f"{self.path} lacks the metadata {self.architecture}.{key}")
         return value
 
-    def _number(self, key: str) -> int:
-        value = self._required(key)
-        if not isinstance(value, int):
+    def _number(self, key: str, default: int | None = None) -> int:
+        value = self._required(key, default)
+        if type(value) is not int:
             raise ValueError(f"{self.path}: {key} is {value!r}, wanted one number for all layers")
         return value
+
+    def _real(self, key: str, default: float | None = None) -> float:
+        value = self._required(key, default)
+        if type(value) not in (int, float):
+            raise ValueError(f"{self.path}: {key} is {value!r}, wanted a number")
+        return float(value)
 
 
 def _hugging_face_name(name: str) -> str:

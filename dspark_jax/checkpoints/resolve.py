@@ -12,6 +12,7 @@ from dspark_jax.checkpoints.deepseek_v4 import deepseek_v4_weights
 from dspark_jax.checkpoints.deepseek_v4_config import deepseek_v4_config
 from dspark_jax.checkpoints.deepseek_v32 import STORED, deepseek_v32_weights
 from dspark_jax.checkpoints.deepseek_v32_config import deepseek_v32_config
+from dspark_jax.checkpoints.field_kinds import check_kinds
 from dspark_jax.checkpoints.gguf_file import GgufFile
 from dspark_jax.checkpoints.hub import fetch
 from dspark_jax.checkpoints.quantized import STORED_DTYPES
@@ -120,6 +121,7 @@ def _stop_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """End-of-text ids, one or a list: the generation config's, else the model config's."""
     generation = path / "generation_config.json"
     settings = read_object(generation) if generation.is_file() else {}
+    check_kinds(settings, generation)
     stops = settings.get("eos_token_id")
     if stops is None:
         stops = raw.get("eos_token_id")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoints.field_kinds import check_kinds
 from dspark_jax.checkpoints.tensors import TensorSource, check_tensors
 from dspark_jax.models.config import DenseConfig, RopeScaling
 from dspark_jax.models.weights import DenseLayer, DenseWeights
@@ -31,9 +32,10 @@ def dense_config(raw: Mapping[str, Any], where: Path | str) -> DenseConfig:
     Reads ``rope_parameters`` (transformers 5) and ``rope_theta`` / ``rope_scaling`` (before).
 
     Raises:
-        ValueError: a model type or a feature that is not supported, or fields that are missing;
-            ``where`` says whose.
+        ValueError: a model type or a feature that is not supported, or fields that are missing,
+            of the wrong kind or out of range; ``where`` says whose.
     """
+    check_kinds(raw, where)
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(
@@ -51,41 +53,50 @@ def dense_config(raw: Mapping[str, Any], where: Path | str) -> DenseConfig:
         missing.append("head_dim")
     if missing:
         raise ValueError(f"{where}: config lacks {', '.join(missing)}")
-    check_numbers(raw, (*names, "num_key_value_heads", "head_dim"), where)
     theta, scaling = rope_settings(raw, where)
-    heads = raw["num_attention_heads"]
+    heads, head_dim = raw["num_attention_heads"], raw.get("head_dim")
+    if head_dim is None:
+        head_dim = raw["hidden_size"] // max(heads, 1)
+    kv_heads = raw.get("num_key_value_heads")
     config = DenseConfig(
         model_type=model_type,
-        **{name: int(raw[name]) for name in names},
-        num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        **{name: raw[name] for name in names},
+        num_key_value_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=float(raw["rms_norm_eps"]),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         qk_norm=model_type == "qwen3",
     )
+    check_dense(config, where)
+    return config
+
+
+def check_dense(config: DenseConfig, where: Path | str) -> None:
+    """Refuse sizes and constants of a dense decoder that no model has.
+
+    Raises:
+        ValueError: the first one out of range, or head counts that do not divide.
+    """
+    counts = [field.name for field in dataclasses.fields(config) if field.type == "int"]
+    check_positive(config, counts, where)
+    check_heads(config, where)
+
+
+def check_heads(config: Any, where: Path | str) -> None:
+    """Refuse heads that cannot share keys, or whose numbers cannot be rotated in pairs.
+
+    Raises:
+        ValueError: the first field that does not fit.
+    """
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"{where}: num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
-    return config
-
-
-def check_numbers(raw: Mapping[str, Any], counts: Sequence[str], where: Path | str) -> None:
-    """Check the type of the numbers of a config; those that are absent or null are left alone.
-
-    Raises:
-        ValueError: a field of ``counts`` that is no whole number, or ``rms_norm_eps`` that is
-            no number.
-    """
-    for name in (*counts, "rms_norm_eps"):
-        value = raw.get(name)
-        kinds = (int, float) if name == "rms_norm_eps" else (int,)
-        if value is not None and type(value) not in kinds:
-            wanted = "a number" if float in kinds else "a whole number"
-            raise ValueError(f"{where}: {name} is {value!r}; wanted {wanted}")
+    if config.head_dim % 2:
+        raise ValueError(f"{where}: head_dim is {config.head_dim}; wanted an even number")
 
 
 def check_positive(config: Any, counts: Sequence[str], where: Path | str) -> None:
@@ -106,14 +117,16 @@ def rope_settings(raw: Mapping[str, Any], where: Path | str) -> tuple[float, Rop
     """RoPE base and scaling of a config, in either spelling.
 
     Raises:
-        ValueError: a rope type other than "default" and "llama3", or a partial rotation.
+        ValueError: a rope type other than "default" and "llama3", a partial rotation, or numbers
+            of a scaling that are missing or out of range.
     """
     spelled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(spelled.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    stored = (spelled.get("rope_theta"), raw.get("rope_theta"), 10_000.0)
+    theta = float(next(value for value in stored if value is not None))
     kind = spelled.get("rope_type") or spelled.get("type") or "default"
     if kind not in ("default", "llama3"):
         raise ValueError(
-            f"{where}: rope type {kind!r} is not supported; supported: default, llama3"
+            f"{where}: rope_type {kind!r} is not supported; supported: default, llama3"
         )
     partial = spelled.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
@@ -124,7 +137,14 @@ def rope_settings(raw: Mapping[str, Any], where: Path | str) -> tuple[float, Rop
     missing = [name for name in names if spelled.get(name) is None]
     if missing:
         raise ValueError(f"{where}: llama3 rope scaling lacks {', '.join(missing)}")
-    return theta, RopeScaling(**{name: spelled[name] for name in names})
+    scaling = RopeScaling(**{name: spelled[name] for name in names})
+    check_positive(scaling, ("original_max_position_embeddings",), where)
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ValueError(
+            f"{where}: high_freq_factor is {scaling.high_freq_factor}; wanted more than "
+            f"low_freq_factor, {scaling.low_freq_factor}"
+        )
+    return theta, scaling
 
 
 def dense_shapes(config: DenseConfig) -> dict[str, tuple[int, ...]]:

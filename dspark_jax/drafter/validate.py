@@ -65,7 +65,7 @@ def check_config(config: DrafterConfig) -> None:
     if not 0 <= config.mask_token_id < config.vocab_size:
         faults.append(
             f"mask_token_id is {config.mask_token_id}; the embedding has rows 0 to "
-            f"{config.vocab_size - 1}"
+            f"{config.vocab_size - 1} (vocab_size)"
         )
     _raise(faults)
 

@@ -184,7 +184,7 @@ def test_a_multi_token_head_is_ignored_only_where_the_config_says_so(tmp_path):
         ({"layer_types": ["full_attention"] * 3}, "layer_types hold full_attention"),
         ({"mlp_layer_types": ["sparse"] * 3}, "wanted 1 dense layers"),
         ({"rope_parameters": {"rope_theta": None}}, "rope_theta is None; wanted a number"),
-        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "linear"}}, "rope type 'linear'"),
+        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "linear"}}, "rope_type 'linear'"),
         (
             {"rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn", "factor": 40}},
             "yarn rope scaling lacks original_max_position_embeddings, beta_fast, beta_slow",

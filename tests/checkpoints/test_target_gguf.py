@@ -129,6 +129,8 @@ def test_llama3_rope_factors_become_its_scaling(tmp_path):
         ({"metadata": {"expert_count": 8}}, "expert_count is 8, wanted a dense model"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "rope.scaling.type is 'yarn'"),
         ({"metadata": {"rope.dimension_count": 4}}, "rope.dimension_count is 4, wanted .* 8"),
+        ({"metadata": {"attention.key_length": "8"}}, "attention.key_length is '8', wanted one"),
+        ({"metadata": {"attention.head_count": 0}}, "num_attention_heads is 0; wanted at least 1"),
         ({"without": ("block_count",)}, "lacks the metadata llama.block_count"),
         ({"without": ("token_embd.weight",)}, "lacks token_embd.weight"),
         ({"without": ("blk.1.ffn_up.weight",)}, "missing tensors: model.layers.1.mlp.up_proj"),

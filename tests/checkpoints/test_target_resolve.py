@@ -37,6 +37,15 @@ def test_a_folder_without_tokenizer_has_no_text():
     assert target.name == str(GOLDEN / "llama_tiny")
 
 
+def test_stop_ids_that_are_no_ids_are_named(folder):
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        before = file.read_text() if file.is_file() else "{}"
+        file.write_text(json.dumps(json.loads(before) | {"eos_token_id": "2"}))
+        with pytest.raises(ValueError, match=f"{file.name}: eos_token_id is '2'; wanted a whole"):
+            load_target(folder, "float32")
+        file.write_text(before)
+
+
 def test_an_existing_folder_wins_over_a_hub_id(folder, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
     relative = f"{folder.parent.name}/{folder.name}"
