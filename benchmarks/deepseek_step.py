@@ -47,7 +47,6 @@ from dspark_jax.decode.state import State, init_state, make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.schedule.cost import CostTables, no_costs
-from pallas_kernels import block_linear
 from pallas_kernels.choice import preferring
 
 LABEL = "SIMULATION: DeepSeek-V4-Flash cut to 3 layers, random weights, replayed acceptance"
@@ -73,6 +72,8 @@ SPARSE = ("sparse_attention", "indexer", "top_k")
 
 CHUNKS, LEAST_STEPS, MOST_STEPS, CHUNK_SECONDS = 3, 2, 32, 0.3
 PROFILED_STEPS = 2
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
+"""Compiled so, every kernel is launched by itself, and a profile says which instruction it is."""
 GIB = 1 << 30
 
 
@@ -217,11 +218,9 @@ def check_memory(chosen: Sequence[Cell], pair: DeepseekV4DrafterConfig, limit: i
 
 
 class Program:
-    """Compiled steps of a cell, by implementation of operations beside the cell's own."""
+    """Compiled steps of a cell."""
 
-    def __init__(
-        self, cell: Cell, pair: DeepseekV4DrafterConfig, weights: Weights, **preferred: str
-    ) -> None:
+    def __init__(self, cell: Cell, pair: DeepseekV4DrafterConfig, weights: Weights) -> None:
         """Trace them; ``compile`` may run beside others."""
         self.cell, self.config = cell, step_config(cell, pair)
         self.weights = Weights(weights.target, weights.drafter if self.config.drafts else None)
@@ -233,8 +232,7 @@ class Program:
             functools.partial(_run, config=self.config, rows=cell.context), donate_argnums=1
         )
         state = jax.eval_shape(functools.partial(_occupied, *cells))
-        if cell.implementation == PLAIN:
-            preferred |= dict.fromkeys(COMPARED, "xla")
+        preferred = dict.fromkeys(COMPARED, "xla") if cell.implementation == PLAIN else {}
         with preferring(**preferred):
             self._step = program.lower(self.weights, state, self.tables, jnp.int32(1))
 
@@ -242,15 +240,20 @@ class Program:
         """What `measure` runs."""
         begin = time.perf_counter()
         step = self._step.compile()
-        return Compiled(self._begin.compile(), step, time.perf_counter() - begin)
+        profiled = self._step.compile(NO_GRAPHS) if self.cell.profiled else None
+        return Compiled(self._begin.compile(), step, profiled, time.perf_counter() - begin)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Everyone in the middle of a text, the steps from there, and what compiling took."""
+    """Everyone in the middle of a text, the steps from there, and what compiling took.
+
+    ``profiled`` are the same steps as a profile can read them.
+    """
 
     begin: jax.stages.Compiled
     step: jax.stages.Compiled
+    profiled: jax.stages.Compiled | None
     seconds: float
 
 
@@ -261,8 +264,8 @@ def measure(program: Program, compiled: Compiled) -> dict[str, Any]:
         RuntimeError: a step that committed less than a token a request.
     """
 
-    def run(state: State, steps: int) -> tuple[State, Array]:
-        return compiled.step(program.weights, state, program.tables, jnp.int32(steps))
+    def run(state: State, steps: int, step: Any = compiled.step) -> tuple[State, Array]:
+        return step(program.weights, state, program.tables, jnp.int32(steps))
 
     def timed(state: State, steps: int) -> tuple[State, float, int]:
         begin = time.perf_counter()
@@ -290,11 +293,14 @@ def measure(program: Program, compiled: Compiled) -> dict[str, Any]:
         "tokens_per_step": each,
         "tokens_per_second": each / step,
     }
-    if program.cell.profiled:
-        text = compiled.step.as_text()
+    if compiled.profiled is not None:
+        text = compiled.profiled.as_text()
         assert text is not None
+        state, _ = run(state, PROFILED_STEPS, compiled.profiled)
         try:
-            parts = part_seconds(lambda: run(state, PROFILED_STEPS), text, SCOPES)
+            parts = part_seconds(
+                lambda: run(state, PROFILED_STEPS, compiled.profiled), text, SCOPES
+            )
         except RuntimeError as error:
             figures["parts_failed"] = str(error)
         else:
@@ -430,7 +436,6 @@ def main(
     contexts: tuple[int, ...] = (4096, 65536),
     windows: tuple[float, ...] = (2.0, 3.0),
     experts: int | None = None,
-    experts_kernel: bool = False,
     seconds: float = 150.0,
     memory_gib: float | None = None,
     output: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
@@ -445,13 +450,12 @@ def main(
         contexts: the same in figure "contexts".
         windows: mean rows a request verifies in mode compact, its anchor included.
         experts: routed experts of a layer instead of the shape's.
-        experts_kernel: run the experts' blocks in one launch (``block_linear``), in all programs.
         seconds: begin no program after half of these; what was begun is measured, the rest told.
         memory_gib: instead of what the device gives.
         output: where to write the raw result.
 
     Raises:
-        ValueError: a number out of its range; a batch that does not fit; a kernel that cannot run.
+        ValueError: a number out of its range; a batch that does not fit.
     """
     begin = time.perf_counter()
     if shape not in PAIRS:
@@ -472,7 +476,6 @@ def main(
             f"experts is {experts}; wanted {pair.target.num_experts_per_tok} or more, as many as a "
             "token is sent to"
         )
-    preferred = _experts_by_kernel(pair) if experts_kernel else {}
     chosen = cells(figures, pair, users, context, windows, contexts)
     limit = _device_limit() if memory_gib is None else round(memory_gib * GIB)
     check_memory(chosen, pair, limit)
@@ -485,13 +488,12 @@ def main(
         shape=dataclasses.asdict(pair),
         experts=f"{target.n_routed_experts} of 256 a layer",
         layers=f"{target.num_hidden_layers} of 43, compress ratios {target.compress_ratios}",
-        experts_kernel=experts_kernel,
         acceptance=f"conditional acceptance of a block drawn from Beta{EASE}",
         device_bytes=limit,
     )
     weights = jax.block_until_ready(random_weights(pair))
     with ThreadPoolExecutor() as workers:
-        programs = _traced(chosen, pair, weights, preferred, workers, begin, seconds / 2)
+        programs = _traced(chosen, pair, weights, workers, begin, seconds / 2)
         for cell, traced in programs:
             with record.arm(**cell.names) as arm:
                 arm["figures"] = cell.figures
@@ -512,22 +514,6 @@ def main(
     return record.finish()
 
 
-def _experts_by_kernel(pair: DeepseekV4DrafterConfig) -> dict[str, str]:
-    """What makes programs run experts by the kernel.
-
-    Raises:
-        ValueError: it cannot run here.
-    """
-    target = pair.target
-    shape = target.n_routed_experts, 2 * target.moe_intermediate_size, target.hidden_size
-    matrices = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((1, target.hidden_size), jnp.bfloat16)
-    reason = block_linear.obstacle(x, matrices, block_linear.LEAST_SIZE)
-    if reason is not None:
-        raise ValueError(f"the experts' kernel was asked for and cannot run: {reason}")
-    return {"routed_experts": "triton"}
-
-
 Compiling = tuple[Program, Future[Compiled]]
 
 
@@ -535,7 +521,6 @@ def _traced(
     chosen: Sequence[Cell],
     pair: DeepseekV4DrafterConfig,
     weights: Weights,
-    preferred: dict[str, str],
     workers: ThreadPoolExecutor,
     begin: float,
     seconds: float,
@@ -549,7 +534,7 @@ def _traced(
         if time.perf_counter() - begin > seconds:
             found.append((cell, None))
             continue
-        program = Program(cell, pair, weights, **preferred)
+        program = Program(cell, pair, weights)
         found.append((cell, (program, workers.submit(program.compile))))
     for _, compiling in found:
         if compiling is not None:

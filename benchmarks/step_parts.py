@@ -1,8 +1,8 @@
 """Which part of a compiled step its kernels' time belongs to: a profile read by named scopes.
 
 XLA keeps the scope in which an operation was traced (``jax.named_scope``) in the operation's name,
-and a profile tells for every kernel which instruction launched it. Kernels are traced one by one
-there, outside of command buffers, so that gaps between them are longer than in an unprofiled run.
+and a profile tells for every kernel which instruction launched it, unless a command buffer did: the
+program has to be compiled without them.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def cross_entropy_and_l1(
 
     p and q are the fp32 softmax of target and draft logits. The gradient is written by hand so
     that the backward pass needs the logits and three scalars a row, not p, q and their signs.
+    Every pass over the logits counts: with many rows they are the largest arrays of a step.
     """
     return _cross_entropy_and_l1_forward(draft_logits, target_logits, target_ids)[0]
 
@@ -33,8 +34,8 @@ def cross_entropy_and_l1(
 def _cross_entropy_and_l1_forward(draft_logits: Array, target_logits: Array, target_ids: Array):
     draft = draft_logits.astype(jnp.float32)
     target = target_logits.astype(jnp.float32)
-    draft_norm = jax.nn.logsumexp(draft, axis=-1)
-    target_norm = jax.nn.logsumexp(target, axis=-1)
+    draft_norm = _logsumexp(draft)
+    target_norm = _logsumexp(target)
     q = jnp.exp(draft - draft_norm[..., None])
     difference = q - jnp.exp(target - target_norm[..., None])
     # a sum, not a gather: the vocabulary may be spread over devices
@@ -48,11 +49,28 @@ def _cross_entropy_and_l1_forward(draft_logits: Array, target_logits: Array, tar
 def _cross_entropy_and_l1_backward(residuals: tuple, cotangents: tuple[Array, Array]):
     draft_logits, target_logits, target_ids, draft_norm, target_norm, mean_sign = residuals
     of_ce, of_l1 = (cotangent[..., None] for cotangent in cotangents)
+    # behind a barrier p and q are new to the compiler, or it would keep those of the forward pass
+    draft_norm, target_norm = jax.lax.optimization_barrier((draft_norm, target_norm))
     q = jnp.exp(draft_logits.astype(jnp.float32) - draft_norm[..., None])
     p = jnp.exp(target_logits.astype(jnp.float32) - target_norm[..., None])
     is_target = _is_column(target_ids, q)
     gradient = of_ce * (q - is_target) + of_l1 * q * (jnp.sign(q - p) - mean_sign[..., None])
     return gradient.astype(draft_logits.dtype), jnp.zeros_like(target_logits), None
+
+
+def _logsumexp(logits: Float[Array, "... V"]) -> Float[Array, "..."]:
+    """Over the last axis, in one pass: maximum and sum of exponentials together."""
+
+    def join(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        top = jnp.maximum(one[0], other[0])
+        # -inf less -inf is no number
+        shift = jnp.where(jnp.isneginf(top), 0.0, top)
+        return top, one[1] * jnp.exp(one[0] - shift) + other[1] * jnp.exp(other[0] - shift)
+
+    begin = jnp.float32(-jnp.inf), jnp.float32(0.0)
+    operands = logits, jnp.ones_like(logits)
+    top, total = jax.lax.reduce(operands, begin, join, (logits.ndim - 1,))
+    return top + jnp.log(total)
 
 
 def _is_column(ids: Int[Array, "..."], like: Float[Array, "... V"]) -> Bool[Array, "... V"]:

@@ -13,7 +13,7 @@ from pallas_kernels.hopper import missing_hopper
 
 Implementation = Literal["xla", "triton"]
 
-AUTOMATIC: Implementation = "xla"
+AUTOMATIC: Implementation = "triton"
 """What None takes where both can run (docs/kernels/block_linear.md)."""
 
 

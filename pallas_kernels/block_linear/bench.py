@@ -23,7 +23,7 @@ from pallas_kernels.block_linear.shapes import SHAPES, Shape
 BYTES_PER_US = 4.3e6
 OPERATIONS_PER_US = 790e6
 TOLERANCE = 0.01
-TUNINGS = (Tuning(4, 3), Tuning(8, 3))
+TUNINGS = (Tuning(4, 3), Tuning(8, 4))
 """Cuts tried beside the default."""
 
 Call = Callable[..., jax.Array]

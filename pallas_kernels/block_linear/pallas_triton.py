@@ -36,9 +36,7 @@ class Tuning:
     stages: int
 
 
-def tuning_for(size: int) -> Tuning:
-    """Warps enough to hold the sums of a block in registers."""
-    return Tuning(warps=8 if size >= 64 else 4, stages=4)
+DEFAULT_TUNING = Tuning(warps=8, stages=3)
 
 
 def unsupported(
@@ -77,7 +75,7 @@ def block_linear(
     Jitted, so that a model of many layers traces and lowers it once.
     """
     blocks, size = row.shape
-    tuning = tuning or tuning_for(size)
+    tuning = tuning or DEFAULT_TUNING
     number, columns, depth = matrices.shape
 
     def kernel(x_ref: Any, row_ref: Any, matrices_ref: Any, owner_ref: Any, out_ref: Any) -> None:

@@ -52,12 +52,9 @@ Attend = Callable[..., tuple[jax.Array, jax.Array]]
 def implementations(shape: Shape, sm_scale: float) -> dict[str, tuple[str, Attend]]:
     """The kind of pools and a call of each way to run the shape."""
     run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=sm_scale)
-    found: dict[str, tuple[str, Attend]] = {}
+    found: dict[str, tuple[str, Attend]] = {"mosaic fp8": ("fp8", run), "mosaic": ("bf16", run)}
     if shape.heads % (2 * mosaic_gpu.HEADS) == 0:
-        for ahead in (1, 2):
-            shared = functools.partial(run, share_keys=True, ahead=ahead)
-            found[f"fp8 heads, {ahead} ahead"] = "fp8", shared
-    found |= {"mosaic fp8": ("fp8", run), "mosaic": ("bf16", run)}
+        found["mosaic fp8, alone"] = "fp8", functools.partial(run, share_keys=False)
     if shape.tokens <= 8:
         found["mosaic unsplit"] = "bf16", functools.partial(run, splits=1)
         xla = functools.partial(reference.sparse_mla, value_width=mosaic_gpu.VALUE_WIDTH)

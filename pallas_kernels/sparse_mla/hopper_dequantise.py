@@ -111,7 +111,6 @@ def run(
     page_sizes: Sequence[int],
     *,
     shared: bool,
-    ahead: int,
 ) -> None:
     """`hopper_tiles.Tiles.fill` out of pools of bytes.
 
@@ -143,15 +142,15 @@ def run(
         return [load for place in places for load in _loads(pools, place, half)]
 
     rows, following = listed(i32(0)), listed(i32(1))
-    loaded = [[load() for load in loads(pair_at(i32(0)), rows, unit)] for unit in units[:ahead]]
-    shapes = [[len(piece) for piece in unit] for unit in loaded]
-    flat = [word for unit in loaded for piece in unit for word in piece]
-    loop = scf.ForOp(i32(0), pairs, i32(1), [*rows, *following, *flat])
+    loaded = [load() for load in loads(pair_at(i32(0)), rows, units[0])]
+    shape = [len(piece) for piece in loaded]
+    flat = itertools.chain.from_iterable
+    loop = scf.ForOp(i32(0), pairs, i32(1), [*rows, *following, *flat(loaded)])
     with ir.InsertionPoint(loop.body):
         step, carried = loop.induction_variable, iter(loop.inner_iter_args)
         rows = list(itertools.islice(carried, 2 * per_tile))
         following = list(itertools.islice(carried, 2 * per_tile))
-        loaded = [[list(itertools.islice(carried, n)) for n in unit] for unit in shapes]
+        loaded = [list(itertools.islice(carried, count)) for count in shape]
         pair, next_pair = pair_at(step), pair_at(add(step, 1))
         after = listed(add(step, 2))
         _prefetch(pools, next_pair, following, per_tile)
@@ -160,18 +159,17 @@ def run(
             slot = 2 * tile + half
             if part == 0:
                 (hopper_cluster.wait if shared else wait)(words, SLOTS + slot, parity)
-            after_this = number + ahead
-            if after_this < len(units):
-                upcoming = loads(pair, rows, units[after_this])
+            if number + 1 < len(units):
+                upcoming = loads(pair, rows, units[number + 1])
             else:
-                upcoming = loads(next_pair, following, units[after_this - len(units)])
+                upcoming = loads(next_pair, following, units[0])
             arriving = []
             place = target.moved((8 * tile + 4 * part) * group, words, slot)
-            for store in _stores(pools, loaded.pop(0), half, place, group):
+            for store in _stores(pools, loaded, half, place, group):
                 store()
                 if upcoming:
                     arriving.append(upcoming.pop(0)())
-            loaded.append(arriving + [load() for load in upcoming])
+            loaded = arriving + [load() for load in upcoming]
             if part == parts[-1]:
                 # The numbers were written through the generic proxy; wgmma reads through the
                 # asynchronous one.
@@ -181,8 +179,7 @@ def run(
                     hopper_cluster.arrive_expecting(words, slot, _UNIT_ROWS * columns * 2)
                 else:
                     ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier(words, slot))
-        flat = [word for unit in loaded for piece in unit for word in piece]
-        scf.yield_([*following, *after, *flat])
+        scf.yield_([*following, *after, *flat(loaded)])
 
 
 @dataclasses.dataclass(frozen=True)

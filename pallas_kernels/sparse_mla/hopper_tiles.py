@@ -177,7 +177,6 @@ class Tiles:
                     *(lists, pools, keys, words, first, pairs),
                     *(source.layout, source.page_sizes),
                     shared=source.shared,
-                    ahead=source.ahead,
                 )
 
         body(rows, self.keys, self.words, pools, (first, pairs, *tiles))

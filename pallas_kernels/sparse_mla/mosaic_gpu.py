@@ -10,8 +10,8 @@ once it has weighed it, which needs the weights of that tile, hence its finished
 wait for both halves of a refilled tile, so weights and maxima of a tile, published after its
 scores, replace those that the other warpgroup has used already.
 
-Two blocks of a cluster can attend with 2 x 64 heads of a token and share its keys. Of keys that are
-bytes each then dequantises half, for both.
+With 128 heads and keys that are bytes, two blocks of a cluster attend with 2 x 64 heads of a token,
+and each dequantises half of its keys for both.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def split_count(blocks: int, tiles: int) -> int:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sm_scale", "value_width", "splits", "share_keys", "ahead", "interpret"),
+    static_argnames=("sm_scale", "value_width", "splits", "share_keys", "interpret"),
 )
 def sparse_mla(
     query: Float[Array, "T H W"],
@@ -104,8 +104,7 @@ def sparse_mla(
     value_width: int = VALUE_WIDTH,
     *,
     splits: int | None = None,
-    share_keys: bool = False,
-    ahead: int = 1,
+    share_keys: bool | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """The operation of `reference.sparse_mla` for operands that `unsupported` passes.
@@ -120,8 +119,7 @@ def sparse_mla(
         value_width: 512.
         splits: blocks that share the keys of one token and 64 heads; None picks by the shape.
         share_keys: whether two blocks of 64 heads each dequantise half of the keys for both, if
-            keys are bytes; wants H a multiple of 128.
-        ahead: units of bytes that are loaded before they are converted.
+            keys are bytes; wants H a multiple of 128. None does wherever that can be.
         interpret: GPU interpreter parameters, to run the kernel on a CPU.
 
     Raises:
@@ -129,6 +127,9 @@ def sparse_mla(
     """
     del value_width
     tokens, heads, _ = query.shape
+    byte_layout = selections[0].layout
+    if share_keys is None:
+        share_keys = byte_layout is not None and heads % (BLOCKS * HEADS) == 0
     members = BLOCKS if share_keys else 1
     if heads % (members * HEADS):
         raise ValueError(
@@ -137,13 +138,11 @@ def sparse_mla(
     rows, tiles, starts = layout(selections)
     pools = tuple(s.pool.reshape(-1, s.pool.shape[-1]) for s in selections)
     splits = splits or split_count(tokens * heads // HEADS, rows.shape[1] // KEYS - 1)
-    byte_layout = selections[0].layout
     source = Source(
         starts,
         byte_layout,
         tuple(s.stride for s in selections),
         shared=share_keys and byte_layout is not None,
-        ahead=ahead,
     )
     launch = _Launch(sm_scale * _LOG2_E, splits, members, source, interpret)
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32) * _LOG2_E

@@ -28,14 +28,12 @@ class Source:
         layout: of the pools' bytes; None if they hold numbers.
         page_sizes: rows of a page of each pool, as its lists count them.
         shared: two blocks fill each other's tiles.
-        ahead: units of bytes loaded before they are converted.
     """
 
     starts: Starts
     layout: Layout | None
     page_sizes: tuple[int, ...]
     shared: bool = False
-    ahead: int = 1
 
 
 def layout(

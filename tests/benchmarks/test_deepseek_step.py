@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 
 from benchmarks.deepseek_pair import FLASH, TINY, chance_blocks, random_weights
@@ -60,12 +59,6 @@ def test_memory_grows_with_context_and_pure_jax_takes_more():
 def test_what_does_not_fit_is_refused_by_part_before_anything_is_drawn():
     with pytest.raises(ValueError, match=r"256 users .* need about .* GiB \(weights .*gives 8\.0"):
         main(memory_gib=8.0, users=(256,))
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
-def test_a_kernel_for_experts_that_cannot_run_is_refused():
-    with pytest.raises(ValueError, match=r"experts' kernel .* cannot run: the device is"):
-        main(experts_kernel=True)
 
 
 @pytest.mark.parametrize(
