@@ -90,7 +90,8 @@ def routed_experts(
 
     Args:
         x: token rows.
-        ids: experts of each token, distinct; one outside ``0..X-1`` adds nothing (padding).
+        ids: experts of each token; one named twice counts twice, and one outside ``0..X-1`` adds
+            nothing (padding).
         weights: fp32 weight of each of them.
         experts: matrices of all experts.
         limit: as in ``expert``.

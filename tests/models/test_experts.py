@@ -1,5 +1,7 @@
 """Routing and grouped experts against the sum written out token by token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,14 @@ def normal(*shape):
 
 EXPERTS = Experts(normal(NUMBER, 2 * INNER, WIDTH), normal(NUMBER, WIDTH, INNER))
 run = jax.jit(routed_experts, static_argnames="limit")
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Blocks beside each other, with pure JAX in the kernel's place."""
+    monkeypatch.setattr("dspark_jax.models.experts.block_products.obstacle", lambda *_: None)
+    monkeypatch.setattr("dspark_jax.models.experts.block_linear", in_pure_jax)
+    return functools.partial(routed_experts, implementation="triton")
 
 
 def one_by_one(x, ids, weights, limit=None):
@@ -67,6 +77,15 @@ def test_expert_ids_outside_the_table_add_nothing():
     np.testing.assert_array_equal(found[2], 0)
 
 
+def test_an_expert_named_twice_counts_twice(beside):
+    """As a table over token ids may; its block then holds more rows than there are tokens."""
+    x, weights = normal(5, WIDTH), normal(5, 4)
+    ids = jnp.array([[4, 4, 4, 4], [4, 1, 4, 1], [0, 4, 4, 5], [3, 3, 0, 0], [4, 4, 4, -1]])
+    for blocks in (run, beside):
+        found = blocks(x, ids, weights, EXPERTS)
+        np.testing.assert_allclose(found, one_by_one(x, ids, weights), atol=1e-4)
+
+
 def test_bf16_stays_bf16_and_is_summed_in_fp32():
     x, ids, weights = normal(9, WIDTH), skewed(9), normal(9, EACH)
     found = run(x.astype(jnp.bfloat16), ids, weights, jax.tree.map(narrow, EXPERTS))
@@ -80,12 +99,10 @@ def narrow(values):
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(3, None), (40, 0.5)])
-def test_blocks_beside_each_other_give_what_they_give_one_after_another(monkeypatch, tokens, limit):
-    monkeypatch.setattr("dspark_jax.models.experts.block_products.obstacle", lambda *_: None)
-    monkeypatch.setattr("dspark_jax.models.experts.block_linear", in_pure_jax)
+def test_blocks_beside_each_other_give_what_they_give_one_after_another(beside, tokens, limit):
     x, ids, weights = normal(tokens, WIDTH), skewed(tokens), normal(tokens, EACH)
     ids = ids.at[0].set(jnp.array([-1, NUMBER]))
-    found = routed_experts(x, ids, weights, EXPERTS, limit=limit, implementation="triton")
+    found = beside(x, ids, weights, EXPERTS, limit=limit)
     np.testing.assert_allclose(found, one_by_one(x, ids, weights, limit), atol=1e-4)
     np.testing.assert_array_equal(found[0], 0)
 

@@ -39,7 +39,10 @@ def moe(
 def route(
     config: DeepseekV4Config, weights: Moe, x: Float[Array, "T D"], tokens: Int[Array, "T"]
 ) -> tuple[Int[Array, "T c"], Float[Array, "T c"]]:
-    """Experts of each token and their weights: sqrt(softplus) of fp32 scores, normalised."""
+    """Experts of each token and their weights: sqrt(softplus) of fp32 scores, normalised.
+
+    An expert that a hash layer's table names twice for a token has two of the shares of 1.
+    """
     scores = jnp.sqrt(jax.nn.softplus(linear(x.astype(jnp.float32), weights.router)))
     if weights.expert_of_token is not None:
         ids = weights.expert_of_token[tokens]

@@ -152,6 +152,21 @@ def test_hash_layers_choose_by_token_and_weigh_by_score(toy):
     np.testing.assert_allclose(weight, 1.5 * chosen / chosen.sum(axis=1, keepdims=True), rtol=1e-5)
 
 
+def test_an_expert_that_a_hash_layer_names_twice_has_two_shares(toy):
+    """The sum that normalises goes over the table's entries, as in DeepSeek's equation."""
+    weights, x = toy.weights.layers[0].moe, normal(1, toy.config.hidden_size)
+    table = weights.expert_of_token.at[9].set(jnp.array([2, 2]))
+    twice = weights.replace(expert_of_token=table)
+    ids, weight = route(toy.config, twice, x, jnp.array([9]))
+    np.testing.assert_array_equal(ids, [[2, 2]])
+    np.testing.assert_allclose(weight, [[0.75, 0.75]], rtol=1e-5)
+    limit, experts = toy.config.swiglu_limit, weights.experts
+    one = expert(x, experts.gate_up[2], experts.down[2], limit)
+    shared = expert(x, weights.shared_gate_up, weights.shared_down, limit)
+    found = moe(toy.config, twice, x, jnp.array([9]), jnp.array([True]))
+    np.testing.assert_allclose(found, 1.5 * one + shared, atol=1e-5)
+
+
 def test_the_bias_decides_who_is_chosen_and_not_how_much_it_weighs(toy):
     weights, x = toy.weights.layers[1].moe, normal(5, toy.config.hidden_size)
     biased = weights.replace(bias=jnp.array([-90.0, 90.0, -90.0, 50.0]))
