@@ -54,9 +54,6 @@ def unsupported(
     for name, value, unit in (("O", columns, COLUMNS), ("I", depth, DEPTH)):
         if value % unit:
             return f"{name} is {value}, wanted a multiple of {unit}"
-    # Pallas counts places in 32 bits up to the upper size, and Triton takes them as signed.
-    if 1 << 31 < matrices.size <= 1 << 32:
-        return f"matrices hold {matrices.size} numbers, wanted at most 2^31 or more than 2^32"
     return None
 
 

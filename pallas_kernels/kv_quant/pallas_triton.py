@@ -67,7 +67,8 @@ def unsupported(
             return f"{name} is empty, wanted at least one entry"
     if layout not in (V3_2, V4):
         return f"layout is {layout}, wanted V3_2 or V4"
-    # Pallas counts places in 32 bits up to the upper size, and Triton takes them as signed.
+    # Pallas counts places in 32 bits up to 4 GiB, and Triton takes them as signed: with numbers of
+    # one byte, places of the upper half would be negative.
     if 1 << 31 < pool.size <= 1 << 32:
         return f"pool has {pool.size} bytes, wanted at most 2^31 or more than 2^32"
     return None

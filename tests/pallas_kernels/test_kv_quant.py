@@ -167,6 +167,24 @@ def test_the_kernel_says_what_it_does_not_support(layout):
     assert says == "pool has 3221225472 bytes, wanted at most 2^31 or more than 2^32"
 
 
+@pytest.mark.parametrize(("pages", "kernel"), [(2, True), (3, False), (4, False), (5, True)])
+def test_a_pool_that_the_kernel_cannot_address_is_written_by_xla(monkeypatch, pages, kernel):
+    """Pages of 1 GiB on a machine that has the GPU."""
+    monkeypatch.setattr("pallas_kernels.kv_quant.api.missing_hopper", lambda: None)
+    pool, slots = jax.ShapeDtypeStruct((pages, 1 << 30), jnp.uint8), jnp.zeros(1, jnp.int32)
+
+    def taken(implementation):
+        def run(pool):
+            return kv_quant.write(pool, slots, rows(1, V4), V4, 2, implementation=implementation)
+
+        return "pallas_call" in str(jax.make_jaxpr(run)(pool))
+
+    assert taken(None) == kernel
+    if not kernel:
+        with pytest.raises(NotImplementedError, match=rf"pool has {pages << 30} bytes, wanted at"):
+            taken("triton")
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
 def test_triton_without_a_gpu_raises_and_the_default_falls_back():
     case = empty_pages(2, 2, V4), jnp.zeros(1, jnp.int32), rows(1, V4), V4, 2
