@@ -106,7 +106,9 @@ def complete(
     sequence: Sequence, tokens: list[int], text: str | None, reason: FinishReason
 ) -> Completion:
     """The answer of ``tokens``, the first ones of the sequence's."""
-    commits = cut_commits(sequence.commits, len(tokens))
+    commits = sequence.commits
+    if len(tokens) < len(sequence.tokens):
+        commits = cut_commits(commits, len(tokens))
     logprobs = None
     if sequence.job.params.logprobs is not None:
         logprobs = tuple(sequence.logprobs[: len(tokens)])

@@ -24,11 +24,11 @@ class Histogram:
         self.counts = np.zeros(len(self.bounds) + 1, np.int64)
         self.sum = 0.0
 
-    def add(self, values: ArrayLike) -> None:
-        """Count these values."""
+    def add(self, values: ArrayLike, times: int = 1) -> None:
+        """Count these values, or one so many times."""
         if isinstance(values, int | float):
-            self.counts[bisect.bisect_left(self.bounds, values)] += 1
-            self.sum += values
+            self.counts[bisect.bisect_left(self.bounds, values)] += times
+            self.sum += values * times
             return
         found = np.asarray(values, np.float64).reshape(-1)
         at = np.searchsorted(self.bounds, found, side="left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from dspark_jax.calibration.live import LiveCalibration
 from dspark_jax.calibration.online import DECAY
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import Completion, Service
+from dspark_jax.engine.block_counts import BlockCounts
+from dspark_jax.engine.contexts import between
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure, Histogram
 from dspark_jax.engine.lanes import Report
@@ -52,17 +55,20 @@ class Metrics:
         before: Metrics | None = None,
     ) -> None:
         self.clock = clock
-        self._config, self._stepping, self._costs = config, stepping, costs
+        self._config, self._costs = config, costs
+
+        @functools.cache
+        def buckets_of(batch: int) -> tuple[int, ...]:
+            return stepping(config, batch).buckets or (batch * config.width,)
+
+        self._buckets_of = buckets_of
         self._scheduler, self._before = scheduler, _counted(scheduler)
         self._correction = correction
         depth = config.depth
         self._sums: dict[str, Any] = Counter()  # whole numbers and seconds
         self._finished: Counter[str] = Counter()
         self._buckets: Counter[str] = Counter()
-        self._by_position = {
-            name: np.zeros(depth, np.int64) for name in ("verified", "reached", "accepted")
-        }
-        self._windows = Histogram(range(depth + 1))
+        self._blocks = BlockCounts(config.width)
         self._budgets = Histogram(BUDGETS)
         self._step_seconds = Histogram(STEP_SECONDS)
         self._queue = Histogram(SECONDS)
@@ -84,43 +90,25 @@ class Metrics:
 
     def read(self, flight: Flight, report: Report) -> None:
         """Take over a dispatch that has just been read, before its sequences have grown."""
-        outcome = report.outcome
+        outcome, decision, sums = report.outcome, report.outcome.decision, self._sums
         count, window = np.asarray(outcome.count), np.asarray(outcome.window)
-        judged, done = np.asarray(outcome.accepted), len(count)
-        live = count > 0
-        window, judged = window * live, judged * live
+        judged, live = np.asarray(outcome.accepted), count > 0
+        self._blocks.add(live, count, window, judged)
         if outcome.bounds is not None:
             for name in ("blocks", "low", "high"):
-                self._sums[f"bounded_{name}"] += getattr(outcome.bounds, name).sum().item()
-        decision = outcome.decision
-        depth = np.zeros(done, np.int32) if decision is None else np.asarray(decision.depth)
-        taken = live.any(axis=1)  # other steps read prompts and nothing else
-
-        committed = np.minimum(judged, window)
-        # What lies behind an accepted stop was verified, and says nothing.
-        stopped = live & (count <= committed)
-        proposed = np.where(stopped, count, window)
-        accepted = np.where(stopped, count, committed)
-        trimmed = np.where(stopped, 0, np.maximum(judged - window, 0))
-
-        for name, value in (
-            ("steps", done),
-            ("verifications", live.sum()),
-            ("tokens", count.sum()),
-            ("drafted_blocks", (live & (depth[:, None] > 0)).sum()),
-            ("proposed", proposed.sum()),
-            ("accepted", accepted.sum()),
-            ("trimmed", trimmed.sum()),
-            ("windows", window.sum()),
-            ("skips", ((depth == 0) & taken).sum() if self._config.drafts else 0),
-        ):
-            self._sums[name] += int(value)
-        self._count_positions(proposed[live], accepted[live])
-        self._windows.add(window[live])
+                sums[f"bounded_{name}"] += getattr(outcome.bounds, name).sum().item()
+        depth = np.zeros(len(count), np.int32) if decision is None else np.asarray(decision.depth)
+        users = live.sum(axis=1)
+        sums["steps"] += len(count)
+        sums["drafted_blocks"] += int(users[depth > 0].sum())
+        taken = users > 0  # other steps read prompts and nothing else
+        if self._config.drafts:
+            sums["skips"] += int(taken[depth == 0].sum())
         if decision is not None:
             self._budgets.add(np.asarray(decision.budget)[taken])
             if decision.confidence is not None:
-                self._believe(flight, decision.confidence, proposed, accepted)
+                self._believe(flight, decision.confidence, live, count, window, judged)
+        rows = users + (window * live).sum(axis=1)
         contexts, begin = self._contexts(flight, count), 0
         for leg in flight.legs:
             assert leg.ended is not None, "a dispatch is read before it is counted"
@@ -129,7 +117,7 @@ class Metrics:
             exact = leg.waited and (self._waited or flight.sent >= self._read_at)
             self._read_at, self._waited = leg.ended, leg.waited
             steps = slice(begin, begin := begin + leg.steps)
-            counted = count[steps], window[steps], depth[steps], contexts[steps]
+            counted = users[steps], rows[steps], depth[steps], contexts[steps]
             self._time(flight.batch, leg, seconds / leg.steps, *counted, exact=exact)
 
     def ended(self, sequence: Sequence, completion: Completion) -> Service:
@@ -155,44 +143,42 @@ class Metrics:
                 self._first.add(service.first_token_seconds)
         return service
 
-    def _count_positions(self, proposed: np.ndarray, accepted: np.ndarray) -> None:
-        """Drafts by position, from how often each pair of counts occurred."""
-        width = self._config.width
-        pairs = np.bincount(proposed * width + accepted, minlength=width * width)
-        pairs = pairs.reshape(width, width)
-        for position in range(1, width):
-            asked = pairs[position:]
-            for name, part in (
-                ("verified", asked),
-                ("reached", asked[:, position - 1 :]),
-                ("accepted", asked[:, position:]),
-            ):
-                self._by_position[name][position - 1] += part.sum()
-
-    def _believe(self, flight: Flight, confidence: Any, proposed: Any, accepted: Any) -> None:
+    def _believe(
+        self, flight: Flight, confidence: Any, live: Any, count: Any, window: Any, judged: Any
+    ) -> None:
         """Compare survivals with what happened."""
-        survival = np.array(confidence, np.float32)
+        committed = np.minimum(judged, window)
+        stopped = count <= committed
+        proposed = np.where(stopped, count, window) * live
+        accepted = np.where(stopped, count, committed) * live
+        # a position after the other: what is added up lies side by side
+        survival = np.array(np.moveaxis(confidence, -1, 0), np.float32, order="C")
         survival[np.isnan(survival)] = 0.0
         expected = np.zeros(proposed.shape, np.float32)
-        for column in range(survival.shape[-1]):
-            if column:
-                survival[..., column] *= survival[..., column - 1]
-            expected += np.where(column < proposed, survival[..., column], 0.0)
+        for position, column in enumerate(survival):
+            if position:
+                column *= survival[position - 1]
+            expected += column * (position < proposed)
         self._sums["expected"] += float(expected.sum(dtype=np.float64))
         by_lane = expected.sum(axis=0).tolist()
         for sequence, lane in flight.lanes:
             if sequence.stage is not Stage.DONE:
                 sequence.expected = (sequence.expected or 0.0) + by_lane[lane]
-        flat = (survival.reshape(-1, survival.shape[-1]), proposed.ravel(), accepted.ravel())
-        stride = -(-len(flat[0]) // MOST_BLOCKS)
-        self._calibration.observe(*(part[::stride] for part in flat), steps=len(survival))
+        stride = -(-live.size // MOST_BLOCKS)
+        self._calibration.observe(
+            survival.reshape(len(survival), -1)[:, ::stride].T,
+            proposed.ravel()[::stride],
+            accepted.ravel()[::stride],
+            steps=len(live),
+        )
 
     def _contexts(self, flight: Flight, count: np.ndarray) -> np.ndarray:
         """Live cache rows of everyone who decodes, before each step; 0 where no cost asks."""
+        if len(self._costs()[flight.batch, flight.legs[0].pieces].contexts) == 1:
+            return np.zeros(len(count))
         start = np.zeros(count.shape[1], np.int64)
-        if len(self._costs()[flight.batch, flight.legs[0].pieces].contexts) > 1:
-            for sequence, lane in flight.lanes:
-                start[lane] = sequence.rows
+        for sequence, lane in flight.lanes:
+            start[lane] = sequence.rows
         lengths = start + np.cumsum(count, axis=0) - count
         return (lengths * (count > 0)).sum(axis=1)
 
@@ -201,54 +187,51 @@ class Metrics:
         batch: int,
         leg: Leg,
         seconds: float,
-        count: Any,
-        window: Any,
+        users: np.ndarray,
+        rows: np.ndarray,
         depth: np.ndarray,
         contexts: np.ndarray,
         *,
         exact: bool,
     ) -> None:
         """Rows and seconds of each step, and the seconds that the cost table gives it."""
-        live, width = count > 0, self._config.width
-        tables = self._costs()[batch, leg.pieces]
-        buckets = self._stepping(self._config, batch).buckets or (batch * width,)
-        compact = self._config.mode == "compact"
-        verify, draft = np.zeros(len(buckets)), 0.0
-        for step in range(len(count)):
-            full = live[step].sum() * width
-            capped = self._config.mode == "cap-accept"
-            rows = int(full if capped else (window[step] + live[step]).sum())
-            bucket = batch * width
-            if compact and leg.shape is not None:
-                bucket = leg.shape.rows
-            elif compact:
-                bucket = next(size for size in buckets if size >= rows)
-            if rows:
-                self._buckets[str(bucket)] += 1
-                self._sums["rows"] += rows
-                self._sums["bucket_rows"] += bucket
-            self._step_seconds.add(seconds)
-            if not tables.known or seconds <= 0:
-                continue
-            size = rows if compact and leg.shape is None else bucket
-            predicted = np.interp(contexts[step], tables.contexts, tables.verify[:, size])
-            verify[buckets.index(bucket)] += predicted
-            if depth[step]:
-                drafted = np.interp(contexts[step], tables.contexts, tables.draft[:, batch])
-                drafted *= tables.walk[depth[step] - 1]
-                draft += drafted
-                predicted += drafted
-            self._sums["predicted_steps"] += 1
-            self._sums["predicted_seconds"] += float(predicted)
-            self._sums["measured_seconds"] += seconds
-            self._sums["relative_error"] += abs(float(predicted) - seconds) / seconds
-        if self._correction is not None and tables.known and seconds > 0 and exact:
+        sums, mode, width = self._sums, self._config.mode, self._config.width
+        tables, buckets = self._costs()[batch, leg.pieces], self._buckets_of(batch)
+        if mode == "cap-accept":
+            rows = users * width
+        if mode != "compact":
+            bucket = np.full_like(rows, batch * width)
+        elif leg.shape is not None:
+            bucket = np.full_like(rows, leg.shape.rows)
+        else:
+            bucket = np.asarray(buckets)[np.searchsorted(buckets, rows)]
+        for size in bucket[rows > 0].tolist():
+            self._buckets[str(size)] += 1
+        sums["rows"] += int(rows.sum())
+        sums["bucket_rows"] += int(bucket[rows > 0].sum())
+        self._step_seconds.add(seconds, times=len(rows))
+        if not tables.known or seconds <= 0:
+            return
+        sizes = rows if mode == "compact" and leg.shape is None else bucket
+        verify = between(tables.contexts, contexts, tables.verify[:, sizes])
+        draft = between(tables.contexts, contexts, tables.draft[:, [batch] * len(rows)])
+        draft = np.where(depth > 0, draft * tables.walk[depth - 1], 0.0)
+        predicted = verify + draft
+        sums["predicted_steps"] += len(rows)
+        sums["predicted_seconds"] += float(predicted.sum())
+        sums["measured_seconds"] += seconds * len(rows)
+        sums["relative_error"] += float(np.abs(predicted - seconds).sum()) / seconds
+        if self._correction is not None and exact:
+            by_bucket = np.bincount(np.searchsorted(buckets, bucket), verify, len(buckets))
             program = batch, leg.pieces
-            self._correction.observe(program, verify, float(draft), seconds * len(count))
+            self._correction.observe(program, by_bucket, float(draft.sum()), seconds * len(rows))
 
     def figures(self) -> list[Figure]:
         """Everything, as it stands."""
-        sums, scheduler = self._sums, self._scheduler
+        sums, scheduler = Counter(self._sums) + Counter(self._blocks.totals()), self._scheduler
+        positions = self._blocks.by_position()
+        windows = Histogram(range(self._config.width))
+        windows.counts, windows.sum = self._blocks.windows(), float(sums["windows"])
         store, counted = scheduler.store, _counted(scheduler)
         counted.subtract(self._before)
 
@@ -339,21 +322,21 @@ class Metrics:
                 "spec_decode_num_accepted_tokens_per_pos",
                 "tokens",
                 "Drafts committed by position.",
-                by_position(self._by_position["accepted"]),
+                by_position(positions["accepted"]),
                 "position",
             ),
             counter(
                 "spec_decode_num_verified_tokens_per_pos",
                 "tokens",
                 "Drafts in windows by position.",
-                by_position(self._by_position["verified"]),
+                by_position(positions["verified"]),
                 "position",
             ),
             counter(
                 "spec_decode_num_reached_tokens_per_pos",
                 "tokens",
                 "Drafts in windows whose predecessors were all accepted.",
-                by_position(self._by_position["reached"]),
+                by_position(positions["reached"]),
                 "position",
             ),
             counter(
@@ -405,7 +388,7 @@ class Metrics:
                 sums["trimmed"],
             ),
             counter("draft_skips", "steps", "Steps without drafts.", sums["skips"]),
-            histogram("verify_window_tokens", "tokens", "Drafts of a window.", self._windows),
+            histogram("verify_window_tokens", "tokens", "Drafts of a window.", windows),
             histogram("verify_budget_tokens", "tokens", "Budget of a step.", self._budgets),
             counter("verify_rows", "tokens", "Rows of windows.", sums["rows"]),
             counter(

@@ -11,12 +11,13 @@ import bisect
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dspark_jax.decode.config import Shape, StepConfig
+from dspark_jax.engine.contexts import between
 from dspark_jax.engine.lanes import Report
 from dspark_jax.schedule.cost import CostTables
 
@@ -102,15 +103,15 @@ LEVELS = 128
 
 @dataclasses.dataclass
 class _Measured:
-    """What steps of one depth measured of the requests in ``slots``.
+    """What steps of one depth measured of the requests in ``slots``, which had these ``lanes``.
 
-    ``taken`` is ``[n, L]``, ``confidence`` ``[n, L, G]``.
+    ``taken`` is ``[n, L]``, ``confidence`` ``[G, n, L]`` of the walked drafts; 0 where not taken.
     """
 
     slots: np.ndarray
+    lanes: np.ndarray
     taken: np.ndarray
     confidence: np.ndarray
-    depth: int
 
 
 class ShapeChoice:
@@ -129,7 +130,8 @@ class ShapeChoice:
         self._rows = np.zeros(slots, np.int64)
         self._step = step
         self._held: deque[_Measured] = deque()
-        self._last: dict[tuple[Shape, ...], Shape] = {}
+        self._last: dict[tuple[Shape, ...], int] = {}
+        self._priced: dict[tuple[tuple[Shape, ...], int], tuple[CostTables, np.ndarray]] = {}
         # tokens a second and request of decoding without prompts
         self._pace = 0.0
 
@@ -144,7 +146,7 @@ class ShapeChoice:
         """
         self._known[:, slot], self._room[slot], self._rows[slot] = self._typical, room, rows
         for held in self._held:
-            held.taken[:, held.slots == slot] = False
+            held.taken[:, held.lanes[held.slots == slot]] = False
 
     def learn(
         self,
@@ -165,14 +167,16 @@ class ShapeChoice:
         self._room[index], self._rows[index] = _whole(room), _whole(rows)
         decision = report.outcome.decision
         assert decision is not None, "only modes that draft have shapes"
-        taken = np.asarray(report.outcome.count)[:, lane] > 0
-        confidence = np.asarray(decision.confidence)[:, lane]
+        taken = np.zeros(np.shape(report.outcome.count), bool)
+        taken[:, lane] = np.asarray(report.outcome.count)[:, lane] > 0
+        # a position after the other: what is added up lies side by side
+        confidence = np.ascontiguousarray(np.moveaxis(np.asarray(decision.confidence), -1, 0))
         depths = np.asarray(decision.depth)
         # the legs of a dispatch have shapes of their own
         turns = [0, *(np.flatnonzero(np.diff(depths)) + 1), len(depths)]
         for begin, end in itertools.pairwise(turns):
-            leg = taken[begin:end], confidence[begin:end], int(depths[begin])
-            self._held.append(_Measured(index, *leg))
+            leg = taken[begin:end], confidence[: depths[begin], begin:end]
+            self._held.append(_Measured(index, lane, *leg))
         # The next dispatch to be planned begins two steps later at least: one is in flight.
         newer = sum(len(held.taken) for held in self._held)
         while self._held:
@@ -183,13 +187,13 @@ class ShapeChoice:
 
     def _remember(self, measured: _Measured) -> None:
         """As `schedule.survival.remember`, for several steps at once."""
-        depth, taken = measured.depth, measured.taken
+        slots, lanes, taken = measured.slots, measured.lanes, measured.taken
+        confidence = np.where(taken, measured.confidence, 0.0)
+        depth = len(confidence)
         aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
-        confidence = measured.confidence[..., :depth]
-        anybody = taken.any(axis=1)
-        steps = anybody.sum()
+        steps = taken.any(axis=1).sum()
         if steps:
-            mean = confidence[taken].mean(axis=0)
+            mean = confidence.sum(axis=(1, 2)) / taken.sum()
             # the first steps of all weigh as much as each other, or trust would outlast them
             first = steps / (1.0 + steps + self._measured[:depth])
             weight = np.maximum(1.0 - (1.0 - TYPICAL_RATE) ** steps, first)
@@ -197,11 +201,12 @@ class ShapeChoice:
             self._measured[:depth] += steps
         self._typical[depth:] = _aged(self._typical[depth:], steps, aging)
 
-        known = self._known[:, measured.slots]
+        known = np.take(self._known, slots, axis=1)
         kept, weight = _running(taken, self._step.smoothing)
-        known[:depth] = kept * known[:depth] + np.einsum("nl,nlg->gl", weight, confidence)
-        known[depth:] = _aged(known[depth:], taken.sum(axis=0), aging)
-        self._known[:, measured.slots] = known
+        known[:depth] *= kept[lanes]
+        known[:depth] += np.take((weight * confidence).sum(axis=1), lanes, axis=1)
+        known[depth:] = _aged(known[depth:], taken[:, lanes].sum(axis=0), aging)
+        self._known[:, slots] = known
 
     def choose(
         self,
@@ -225,8 +230,8 @@ class ShapeChoice:
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
         index = _whole(slots)
-        room, total = self._room[index], self._rows[index].sum()
-        survival = self._known[:, index]
+        users, room = len(index), self._room[index]
+        survival = np.take(self._known, index, axis=1)
         ending = room.min() <= len(survival)
         for position, column in enumerate(survival):
             if position:
@@ -234,28 +239,36 @@ class ShapeChoice:
             if ending:
                 column *= room > position + 1
 
-        best_of = _best_sums(survival)
-        pace = self._pace * (len(index) + prefilling)
-        expected, promised = {}, {}
-        for shape in shapes:
-            seconds = float(np.interp(total, costs.contexts, _seconds(shape, batch, costs)))
-            tokens = len(index) + best_of(shape.depth, shape.rows - len(index))
-            expected[shape] = tokens - pace * seconds
-            promised[shape] = tokens / seconds
-        if prefilling and pace:
-            return max(shapes, key=lambda shape: expected[shape])
-        best = max(shapes, key=lambda shape: promised[shape])
+        seconds = between(
+            costs.contexts, self._rows[index].sum(), self._prices(shapes, batch, costs)
+        )
+        tokens = users + _best_sums(survival, shapes, users)
+        promised = tokens / seconds
+        if prefilling and self._pace:
+            pace = self._pace * (users + prefilling)
+            return shapes[np.argmax(tokens - pace * seconds)]
+        best = int(promised.argmax())
         last = self._last.get(shapes, best)
         if promised[last] * (1 + self._step.hysteresis) < promised[best]:
             last = best
         self._last[shapes] = last
         if not prefilling:
-            self._pace = promised[last] / len(index)
-        return last
+            self._pace = float(promised[last]) / users
+        return shapes[last]
+
+    def _prices(self, shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> np.ndarray:
+        """``[C, n]`` seconds of each shape at each context of the table."""
+        known = self._priced.get((shapes, batch))
+        if known is None or known[0] is not costs:
+            seconds = np.stack([_seconds(shape, batch, costs) for shape in shapes], axis=1)
+            known = self._priced[shapes, batch] = costs, seconds
+        return known[1]
 
 
-def _whole(values: Sequence[int]) -> np.ndarray:
+def _whole(values: Sequence[int] | np.ndarray) -> np.ndarray:
     """An array of them; an iterator is read twice as fast as a list."""
+    if isinstance(values, np.ndarray):
+        return values
     return np.fromiter(values, np.int64, len(values))
 
 
@@ -266,7 +279,8 @@ def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
         taken: ``[n, L]`` the steps that count.
     """
     later = taken[::-1].cumsum(axis=0)[::-1] - taken
-    weight = np.where(taken, rate * (1.0 - rate) ** later, 0.0).astype(np.float32)
+    by_later = (rate * (1.0 - rate) ** np.arange(len(taken) + 1)).astype(np.float32)
+    weight = by_later[later] * taken
     return 1.0 - weight.sum(axis=0), weight
 
 
@@ -275,28 +289,31 @@ def _aged(known: np.ndarray, steps: Any, rate: float) -> np.ndarray:
     return 1.0 - (1.0 - known) * (1.0 - rate) ** steps
 
 
-def _best_sums(survival: np.ndarray) -> Callable[[int, int], float]:
-    """The sum of the largest so many survivals up to a depth, to within a level.
+def _best_sums(survival: np.ndarray, shapes: Sequence[Shape], users: int) -> np.ndarray:
+    """``[n]`` sums of the largest survivals that each shape has room for, to within a level.
 
     Args:
         survival: ``[G, N]``.
+        users: anchors that take room too.
     """
     depths = len(survival)
     level = (survival * (LEVELS - 1)).astype(np.intp)
     level += (np.arange(depths) * LEVELS)[:, None]
     level, size = level.ravel(), depths * LEVELS
-    counts = np.bincount(level, minlength=size).reshape(depths, LEVELS)
-    sums = np.bincount(level, survival.ravel(), size).reshape(depths, LEVELS)
-    # by depth, the highest level first, and nothing before it
-    counts, sums = (
-        np.pad(every.cumsum(axis=0)[:, ::-1].cumsum(axis=1), ((0, 0), (1, 0)))
-        for every in (counts, sums)
+    # how many and their sum by depth, the highest level first, and nothing before it
+    best = np.zeros((2, depths, LEVELS + 1))
+    for values, weight in zip(best, (None, survival.ravel()), strict=True):
+        found = np.bincount(level, weight, size).reshape(depths, LEVELS)
+        values[:, 1:] = found[:, ::-1]
+    count, total = best.cumsum(axis=1).cumsum(axis=2)
+    return np.array(
+        [
+            np.interp(shape.rows - users, count[shape.depth - 1], total[shape.depth - 1])
+            if shape.depth
+            else 0.0
+            for shape in shapes
+        ]
     )
-
-    def best(depth: int, drafts: int) -> float:
-        return float(np.interp(drafts, counts[depth - 1], sums[depth - 1])) if depth else 0.0
-
-    return best
 
 
 def extremes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
