@@ -52,13 +52,27 @@ def chosen_arms(
     return arms
 
 
+def check_used(arms: Sequence[str], **given: bool) -> None:
+    """Refuse flags that are given and that none of ``arms`` looks at.
+
+    Raises:
+        ValueError: the first flag of the adaptive arms, none of which is to run.
+    """
+    for name, is_given in given.items():
+        if is_given and not any(arm in ADAPTIVE for arm in arms):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is given and no arm of {', '.join(arms)} looks at "
+                f"it; wanted an arm of {', '.join(ADAPTIVE)}, or no --{name.replace('_', '-')}"
+            )
+
+
 def arm_config(base: EngineConfig, arm: str) -> EngineConfig:
     """The engine of an arm; ``base`` holds what all share, cost table included."""
     if arm in ADAPTIVE:
         return dataclasses.replace(base, mode=arm)
     plain = dataclasses.replace(base, cost_table=None, calibration=None, bound_blocks=False)
     if arm == "off":
-        return dataclasses.replace(plain, mode="off")
+        return dataclasses.replace(plain, mode="off", k=None)
     k = None if arm == "static" else int(arm.removeprefix("k="))
     return dataclasses.replace(plain, mode="static", k=k)
 

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dspark_jax.bench.arms import ADAPTIVE, chosen_arms
+from dspark_jax.bench.arms import ADAPTIVE, check_used, chosen_arms
 from dspark_jax.bench.bench import Traffic, requests_at, run_arms
 from dspark_jax.bench.record import Record
 from dspark_jax.bench.summary import mixed_traffic, verdicts
@@ -109,6 +109,12 @@ def bench(
         stop_token_ids=loaded.stop_token_ids,
     )
     chosen = chosen_arms(arms, pair, cost_table)
+    check_used(
+        chosen,
+        cost_table=cost_table is not None,
+        calibration=calibration is not None,
+        bound_blocks=bound_blocks,
+    )
     most = max(requests_at(users, rounds, min_requests) for users in concurrency)
     traffic = _interleave(loaded.text, dict(zip(names, files, strict=True)), most)
     if max_context is None:

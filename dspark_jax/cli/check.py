@@ -64,6 +64,11 @@ def compare(directory: Path, target: str | None) -> list[Row]:
         raise FileNotFoundError(f"no config.json and no text_and_greedy.json in {directory}")
     raw = read_object(config_file)
     if not is_drafter(raw):
+        if target is not None:
+            raise ValueError(
+                f"--target is {target} and {directory} holds a target itself; wanted a drafter "
+                "or a recorded text there, or no --target"
+            )
         return check_folder(directory)
     if dialect_of(raw, directory) == "deepspec":
         return check_deepspec(directory, target)

@@ -22,6 +22,8 @@ def evaluate(
     """
     if (config is None) == (compare is None):
         raise ValueError("give one of CONFIG.toml and --compare A.json B.json")
+    if compare is not None and resume:
+        raise ValueError("--resume continues the run of CONFIG.toml; --compare runs nothing")
     # JAX and the training packages load only when a job begins.
     from train.comparison import print_comparison
 

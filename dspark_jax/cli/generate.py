@@ -97,6 +97,12 @@ def generate(
         raise ValueError("give one of --prompt TEXT and --prompts FILE.jsonl")
     if prompt == "":
         raise ValueError("--prompt is empty; wanted at least one character")
+    if prompts is not None and raw:
+        raise ValueError(
+            "--raw is for --prompt; wanted lines with prompt in place of turns in --prompts"
+        )
+    if prompt is not None and all_turns:
+        raise ValueError("--all-turns is for --prompts, whose lines may hold several turns")
     if record_confidences is not None and not record_confidences.parent.is_dir():
         raise FileNotFoundError(f"no folder {record_confidences.parent} to write records in")
     params = SamplingParams(
@@ -109,6 +115,11 @@ def generate(
         stop_token_ids=stop_token_ids,
         logprobs=logprobs,
     )
+    if temperature == 0 and (top_k != 0 or top_p != 1):
+        raise ValueError(
+            f"top_k is {top_k} and top_p {top_p:g} at temperature 0, where nothing is drawn; "
+            "wanted --temperature above 0, or neither"
+        )
     lines: list[dict[str, Any]]
     if prompts is not None:
         lines = read_prompts(prompts)

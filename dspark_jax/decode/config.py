@@ -111,6 +111,7 @@ class StepConfig:
                 f'bound_blocks is on in mode {self.mode!r}; wanted "compact" or "cap-accept": '
                 "elsewhere no block is cut"
             )
+        self._refuse_idle()
         if self.mode == "off":
             return
         if self.drafter is None:
@@ -135,6 +136,26 @@ class StepConfig:
             raise ValueError(f"walk_caps end at {self.walk_caps[-1]}; wanted {self.depth}")
         if self.shape is not None and not 0 <= self.shape.depth <= self.depth:
             raise ValueError(f"depth of the shape is {self.shape.depth}; wanted 0..{self.depth}")
+
+    def _refuse_idle(self) -> None:
+        """Refuse what is asked for and cannot happen in this mode.
+
+        What only promises something, such as ``lag``, holds where nothing is decided as well.
+        """
+        if self.k is not None and self.mode == "off":
+            raise ValueError(
+                f'k is {self.k} in mode "off", which drafts nothing; wanted a drafter and a mode '
+                "that drafts, or no k"
+            )
+        if self.policy == "lagged" or (self.adaptive and self.threshold is None):
+            return
+        place = f"in mode {self.mode!r}"
+        if self.threshold is not None:
+            place = f"with threshold {self.threshold}"
+        raise ValueError(
+            f"policy is {self.policy!r} {place}, where no budget is decided; wanted mode "
+            '"compact" or "cap-accept" and no threshold, or no policy'
+        )
 
     @property
     def drafts(self) -> bool:

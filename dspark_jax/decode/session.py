@@ -119,6 +119,11 @@ class Generator:
             config = dataclasses.replace(
                 config, buckets=compact_buckets(buckets, batch, config.width)
             )
+        elif buckets is not None:
+            raise ValueError(
+                f"buckets are {buckets} in mode {config.mode!r}, whose verifies have one size; "
+                'wanted mode "compact", or no buckets'
+            )
         self._calibration = resolve_calibration(calibration, drafter)
         tables = tables_for(target, drafter, config, cost_table, self._calibration, batch=batch)
         if config.adaptive:
@@ -127,6 +132,11 @@ class Generator:
             )
             if cost_table is None:
                 logger.warning("no cost table: every drafted token is verified")
+        elif walk_caps is not None:
+            raise ValueError(
+                f"walk_caps are {walk_caps} in mode {config.mode!r}, which walks whole blocks or "
+                'none; wanted mode "compact" or "cap-accept", or no walk_caps'
+            )
         self.config = config
         self._programs = SlotPrograms(
             weights=Weights(target.weights, None if drafter is None else drafter.weights),

@@ -120,8 +120,9 @@ def tables_for(
         prompt_rows: rows of prompts that every verify of this batch carries besides.
 
     Raises:
-        ValueError: a table or calibration of something else.
+        ValueError: a table or calibration of something else, or one that nothing would look at.
     """
+    _refuse_idle(config, drafter, cost_table, calibration)
     if drafter is None:
         return no_costs(batch, 0)
     block_size = drafter.config.block_size
@@ -153,6 +154,35 @@ def tables_for(
     return dataclasses.replace(
         tables, temperatures=tables.temperatures[:, :depth], walk=tables.walk[:depth]
     )
+
+
+def _refuse_idle(
+    config: StepConfig,
+    drafter: LoadedDrafter | None,
+    cost_table: CostTables | str | Path | None,
+    calibration: Calibration | str | Path | None,
+) -> None:
+    """Refuse measurements that decide nothing here."""
+    if cost_table is not None and not (config.adaptive and config.threshold is None):
+        place = f"mode is {config.mode!r}"
+        if config.threshold is not None:
+            place = f"threshold is {config.threshold}"
+        raise ValueError(
+            f"a cost table is given and {place}, where no costs are compared; wanted mode "
+            '"compact" or "cap-accept" and no threshold, or no cost table'
+        )
+    if calibration is None:
+        return
+    if drafter is None:
+        raise ValueError(
+            'a calibration is given and mode is "off", where no confidence is looked at; wanted a '
+            "drafter and a mode that drafts, or no calibration"
+        )
+    if not drafter.config.enable_confidence_head:
+        raise ValueError(
+            f"a calibration is given and drafter {drafter.name} has no confidence head to "
+            "calibrate; wanted no calibration"
+        )
 
 
 def tiers_for(

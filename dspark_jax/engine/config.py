@@ -107,6 +107,11 @@ class EngineConfig:
         for name in ("token_tiers", "context_tiers"):
             if getattr(self, name) and not _increasing(getattr(self, name)):
                 raise ValueError(f"{name} are {getattr(self, name)}; wanted increasing row counts")
+        if self.token_tiers and self.mode in ("off", "static"):
+            raise ValueError(
+                f"token_tiers are {self.token_tiers} in mode {self.mode!r}, whose steps have one "
+                'size; wanted mode "compact" or "cap-accept", or no token_tiers'
+            )
 
     @property
     def priced(self) -> bool:

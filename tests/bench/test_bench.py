@@ -287,6 +287,7 @@ def test_a_drafter_allows_depths_below_its_block_and_windows_with_a_head():
 def test_arms_differ_in_nothing_but_their_setting():
     fixed = {"cost_table": None, "calibration": None, "bound_blocks": False}
     base = dataclasses.replace(BASE, k=None)
+    assert arm_config(BASE, "off").k is None
     assert arm_config(base, "off") == dataclasses.replace(base, mode="off", **fixed)
     assert arm_config(base, "k=3") == dataclasses.replace(base, mode="static", k=3, **fixed)
     assert arm_config(base, "static") == dataclasses.replace(base, mode="static", **fixed)
@@ -374,6 +375,9 @@ def test_the_curves_that_decided_are_drawn_from_the_cost_table(command, tmp_path
         (["--arms", "off", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--arms", "off", "--max-context", "5"], "request 2 has a prompt of 6 tokens"),
         (["--arms", "compact", "--cost-table", "nowhere.json"], "nowhere.json"),
+        (["--arms", "off", "--cost-table", "x.json"], "--cost-table is given and no arm of off"),
+        (["--arms", "off", "static", "--calibration", "x.json"], "--calibration is given and no"),
+        (["--arms", "off", "--bound-blocks"], "--bound-blocks is given and no arm of off looks"),
         (["--out", "nowhere/raw.json"], "no folder"),
         (["--prompts", "a/x.jsonl", "b/x.jsonl"], "wanted each name once"),
     ],

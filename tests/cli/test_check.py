@@ -95,6 +95,12 @@ def test_a_model_type_that_is_not_supported_is_named(tmp_path, capsys):
     assert "no config.json" in capsys.readouterr().err
 
 
+def test_a_target_is_not_held_against_another(capsys):
+    llama = str(GOLDEN / "llama_tiny")
+    assert main(["check", llama, "--target", llama]) == 2
+    assert "holds a target itself; wanted a drafter or a recorded text" in capsys.readouterr().err
+
+
 def test_a_drafter_is_held_against_the_target_it_is_given(capsys):
     assert (
         main(["check", str(GOLDEN / "dspark_gated"), "--target", str(GOLDEN / "llama_tiny")]) == 2

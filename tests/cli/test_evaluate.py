@@ -99,6 +99,7 @@ def test_a_stopped_run_says_how_to_go_on(config, capsys, monkeypatch):
         ([], "give one of CONFIG.toml and --compare"),
         (["x.toml", "--compare", "a", "b"], "give one of CONFIG.toml and --compare"),
         (["--compare", "no-such.json", "b.json"], "no-such.json"),
+        (["--resume", "--compare", "a.json", "b.json"], "--resume continues the run of CONFIG"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_of_error(capsys, arguments, message):

@@ -200,6 +200,15 @@ def test_an_interrupted_command_says_so_in_its_exit_code(counting, tmp_path, mon
         (["--prompt", "", "--raw"], "--prompt is empty"),
         (["--prompt", ""], "--prompt is empty"),
         (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["--prompt", "1", "--k", "3"], 'k is 3 in mode "off"'),
+        (["--prompt", "1", "--policy", "causal"], "policy is 'causal' in mode 'off'"),
+        (["--prompt", "1", "--cost-table", "x.json"], "a cost table is given and mode is 'off'"),
+        (["--prompt", "1", "--calibration", "x.json"], "a calibration is given and mode is"),
+        (["--prompt", "1", "--record-confidences", "x.jsonl"], "record_confidences needs"),
+        (["--prompt", "1", "--top-p", "0.9"], "top_p 0.9 at temperature 0, where nothing is"),
+        (["--prompt", "1", "--top-k", "5"], "top_k is 5 and top_p 1 at temperature 0"),
+        (["--prompt", "1", "--all-turns"], "--all-turns is for --prompts"),
+        (["--prompts", "x.jsonl", "--raw"], "--raw is for --prompt;"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_of_error(counting, capsys, flags, message):

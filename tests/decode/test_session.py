@@ -15,7 +15,7 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
-from dspark_jax.decode.setup import tables_for
+from dspark_jax.decode.setup import default_mode, tables_for
 from dspark_jax.decode.slots import SlotPrograms
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.models.config import DenseConfig
@@ -74,10 +74,10 @@ def noisy(seed):
 def session(pair=True, **options):
     """One bucket, because every bucket is a program to compile; ``buckets=None`` has them all."""
     options = {"batch": 2, "max_context": CONTEXT, **options}
-    options.setdefault("buckets", (options["batch"] * (BLOCK + 1),))
-    return Generator(
-        options.pop("target", target()), drafter() if pair is True else pair, **options
-    )
+    pair = drafter() if pair is True else pair
+    if (options.get("mode") or default_mode(pair)) == "compact":
+        options.setdefault("buckets", (options["batch"] * (BLOCK + 1),))
+    return Generator(options.pop("target", target()), pair, **options)
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +318,8 @@ def test_completions_are_announced_once_each(oracle):
 
 @pytest.mark.parametrize("mode", ["off", "compact"])
 def test_nothing_is_traced_after_warm_up(mode):
-    fresh = session(mode=mode, batch=3, max_context=160, buckets=(3, 15))
+    buckets = (3, 15) if mode == "compact" else None
+    fresh = session(mode=mode, batch=3, max_context=160, buckets=buckets)
     kinds = ({}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "logprobs": 3})
     for kind in kinds:
         fresh.warmup(SamplingParams(**kind))
@@ -443,6 +444,34 @@ def test_settings_that_do_not_fit_are_refused_naming_both(options, message):
         session(**options)
 
 
+COSTS = no_costs(2, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "off", "k": 2}, 'k is 2 in mode "off", which drafts nothing'),
+        ({"pair": None, "k": 2}, 'k is 2 in mode "off", which drafts nothing'),
+        ({"mode": "static", "policy": "causal"}, "policy is 'causal' in mode 'static'"),
+        ({"mode": "off", "policy": "fresh"}, "policy is 'fresh' in mode 'off'"),
+        ({"mode": "off", "cost_table": "nowhere.json"}, "a cost table is given and mode is 'off'"),
+        ({"mode": "static", "cost_table": COSTS}, "a cost table is given and mode is 'static'"),
+        ({"pair": None, "calibration": "nowhere.json"}, 'calibration is given and mode is "off"'),
+        ({"pair": drafter(head=False), "calibration": identity(BLOCK)}, "has no confidence head"),
+        ({"mode": "cap-accept", "buckets": (10,)}, r"buckets are \(10,\) in mode 'cap-accept'"),
+        ({"mode": "off", "buckets": (10,)}, r"buckets are \(10,\) in mode 'off'"),
+        ({"mode": "static", "walk_caps": (1, 4)}, r"walk_caps are \(1, 4\) in mode 'static'"),
+    ],
+)
+def test_a_setting_that_nothing_would_look_at_is_refused_naming_what_would(options, message):
+    with pytest.raises(ValueError, match=f"{message}.*wanted"):
+        session(**options)
+
+
+def test_a_promise_that_holds_without_drafts_as_well_is_no_fault():
+    assert session(mode="off", lag=3, allow_biased=True).generate([ask(0, 1)])
+
+
 def test_a_setting_that_is_not_supported_yet_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="tensor_parallel_size"):
         session(tensor_parallel_size=2)
@@ -465,7 +494,6 @@ def test_the_biased_policy_needs_consent_only_where_it_is_biased():
         unapproved.generate([ask(0, 3), ask(0, 3, temperature=0.5)])
     approved = session(allow_biased=True, **short)
     assert len(approved.generate([ask(0, 3, temperature=0.5)])[0].token_ids) == 3
-    assert session(mode="static", **short).generate([ask(0, 3, temperature=0.5)])
 
 
 def test_without_a_tokenizer_text_is_refused_and_token_ids_work():

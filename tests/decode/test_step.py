@@ -380,6 +380,11 @@ def test_a_threshold_of_1_verifies_no_draft():
     assert (state.commits[:, :6] == 1).all()
 
 
+def test_a_policy_beside_a_threshold_is_refused():
+    with pytest.raises(ValueError, match=r"policy is 'causal' with threshold 0\.5.*no threshold"):
+        executed(0.0, threshold=0.5, policy="causal")
+
+
 @pytest.mark.parametrize("threshold", [-0.1, 1.1])
 def test_a_threshold_that_is_no_probability_is_refused(threshold):
     with pytest.raises(ValueError, match=f"threshold is {threshold}; wanted a probability"):
