@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dspark_jax.calibration.file import Calibration
 from dspark_jax.checkpoints.drafter import LoadedDrafter
@@ -19,6 +20,7 @@ from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.job import make_job
 from dspark_jax.decode.request import Completion, Request, SamplingParams
+from dspark_jax.decode.run import FINISH
 from dspark_jax.decode.setup import (
     cache_dtype,
     check_pair,
@@ -28,9 +30,10 @@ from dspark_jax.decode.setup import (
     resolve_calibration,
     tables_for,
 )
+from dspark_jax.decode.state import RUNNING
 from dspark_jax.decode.step import Weights
 from dspark_jax.decode.stops import StopAwareStream
-from dspark_jax.engine.answer import Brought, absorb, answer, complete, show
+from dspark_jax.engine.answer import Ending, absorb_logprobs, complete, ending, show
 from dspark_jax.engine.config import EngineConfig, check_prompt_width
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
@@ -267,10 +270,8 @@ class Engine:
             KeyError: no request of this number is waiting or running.
         """
         sequence = self._find(index)
-        self._end(sequence)
-        text = self.target.text
-        shown = None if text is None else text.decode(sequence.tokens)
-        return self._served(sequence, complete(sequence, sequence.tokens, shown, "abort"))
+        tokens, text = sequence.tokens, self.target.text
+        return self._end(sequence, (tokens, None if text is None else text.decode(tokens), "abort"))
 
     def step(self) -> dict[int, Completion]:
         """Dispatch a step, or several, and read the ones before; the answers that ended there.
@@ -331,9 +332,9 @@ class Engine:
             plan = self._scheduler.plan()
             if plan is not None:
                 sent = clock()
-                flight = self._programs.dispatch(plan)
+                flight = self._programs.dispatch(plan, self._scheduler.roster)
                 flight.sent = sent
-                for sequence in plan.sequences:
+                for sequence in (*plan.starting, *(piece.sequence for piece in plan.pieces)):
                     self._metrics.joined(sequence, sent)
                 self._flights.append(flight)
         if plan is not None and not self.config.overlap:
@@ -353,33 +354,48 @@ class Engine:
     def _settle(self, flight: Flight, report: Report) -> list[BaseException]:
         """Take over what a dispatch did to requests that still want it; what callbacks raised."""
         failures: list[BaseException] = []
-        self._metrics.read(flight, report)
-        brought = Brought(report)
-        for sequence, lane in flight.lanes:
-            sequence.in_flight -= flight.plan.steps
+        roster, outcome = self._scheduler.roster, report.outcome
+        rows = np.zeros(flight.batch, np.int64)
+        rows[flight.lanes] = roster.rows[flight.slots]
+        expected = self._metrics.read(flight, report, rows)
+
+        here = roster.here(flight.slots, flight.requests)
+        slots, lanes, requests = flight.slots[here], flight.lanes[here], flight.requests[here]
+        begun = roster.steps[slots] > 0
+        count = np.asarray(outcome.count)
+        brought = (outcome.tokens, outcome.window, outcome.accepted, count)
+        roster.extend(slots, *(np.asarray(one)[:, lanes] for one in brought))
+        roster.in_flight[slots] -= flight.plan.steps
+        if expected is not None:
+            roster.expect(slots, expected[lanes])
+        finish = np.asarray(report.finish)[-1, lanes]
+        changed = ~begun | (finish != RUNNING) | roster.watched[slots]
+        changed |= self._scheduler.filled(slots)
+        for sequence, lane, end in [
+            (roster.sequences[slots[index]], int(lanes[index]), int(finish[index]))
+            for index in np.flatnonzero(changed)
+        ]:
+            assert sequence is not None, "it has not left its slot"
             if sequence.stage is Stage.DONE:
-                continue
-            reason = absorb(sequence, brought, lane)
-            if sequence.tokens and sequence.first_token is None:
+                continue  # a callback of another has aborted it
+            if sequence.first_token is None and sequence.steps:
                 sequence.first_token = self._metrics.clock()
-            completion = answer(sequence, self.target.text, reason)
+            absorb_logprobs(sequence, outcome.logprobs, count[:, lane], lane)
+            reason = None if end == RUNNING else FINISH[end]
+            found, completion = ending(sequence, self.target.text, reason), None
             self._scheduler.remember(sequence)
-            if completion is not None:
-                self._end(sequence)
-                self._unclaimed[sequence.arrival] = self._served(sequence, completion)
+            if found is not None:
+                completion = self._end(sequence, found)
+                self._unclaimed[sequence.arrival] = completion
             try:
                 show(sequence, completion)
             except BaseException as failure:  # which must not cost others their tokens
                 failures.append(failure)
         if self._choice is not None:
-            going = [(one, lane) for one, lane in flight.lanes if one.stage is Stage.DECODING]
-            self._choice.learn(
-                [one.slot for one, _ in going],
-                [lane for _, lane in going],
-                report,
-                [one.room for one, _ in going],
-                [one.rows for one, _ in going],
-            )
+            going = roster.here(slots, requests) & (roster.pages[slots] > 0)
+            slots, lanes = slots[going], lanes[going]
+            room = roster.room(slots), roster.rows[slots]
+            self._choice.learn(slots, lanes, report, *room)
         return failures
 
     @contextlib.contextmanager
@@ -412,15 +428,13 @@ class Engine:
             raise KeyError(f"request {index} is not waiting or running")
         return self._live[index]
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, found: Ending) -> Completion:
+        service = self._metrics.ended(sequence, found[2])
+        completion = complete(sequence, found, service)
         self._scheduler.leave(sequence)
         sequence.stage = Stage.DONE
         del self._live[sequence.arrival]
-
-    def _served(self, sequence: Sequence, completion: Completion) -> Completion:
-        """The answer with how it was served."""
-        service = self._metrics.ended(sequence, completion)
-        return dataclasses.replace(completion, service=service)
+        return completion
 
     def _new_metrics(self, before: Metrics | None) -> Metrics:
         return Metrics(

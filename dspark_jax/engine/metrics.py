@@ -13,7 +13,7 @@ import numpy as np
 from dspark_jax.calibration.live import LiveCalibration
 from dspark_jax.calibration.online import DECAY
 from dspark_jax.decode.config import StepConfig
-from dspark_jax.decode.request import Completion, Service
+from dspark_jax.decode.request import FinishReason, Service
 from dspark_jax.engine.block_counts import BlockCounts
 from dspark_jax.engine.contexts import between
 from dspark_jax.engine.cost_correction import CostCorrection
@@ -21,7 +21,7 @@ from dspark_jax.engine.figures import Figure, Histogram
 from dspark_jax.engine.lanes import Report
 from dspark_jax.engine.programs import Flight, Leg
 from dspark_jax.engine.scheduler import Scheduler
-from dspark_jax.engine.sequence import Sequence, Stage
+from dspark_jax.engine.sequence import Sequence
 from dspark_jax.schedule.cost import CostTables
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -88,8 +88,16 @@ class Metrics:
         if sequence.arrived is not None:
             self._queue.add(now - sequence.arrived)
 
-    def read(self, flight: Flight, report: Report) -> None:
-        """Take over a dispatch that has just been read, before its sequences have grown."""
+    def read(self, flight: Flight, report: Report, rows: np.ndarray) -> np.ndarray | None:
+        """Take over a dispatch that has just been read.
+
+        Args:
+            rows: ``[L]`` live cache rows of its lanes before it.
+
+        Returns:
+            ``[L]`` accepted drafts that were expected of its windows; None without confidences.
+        """
+        expected = None
         outcome, decision, sums = report.outcome, report.outcome.decision, self._sums
         count, window = np.asarray(outcome.count), np.asarray(outcome.window)
         judged, live = np.asarray(outcome.accepted), count > 0
@@ -107,9 +115,10 @@ class Metrics:
         if decision is not None:
             self._budgets.add(np.asarray(decision.budget)[taken])
             if decision.confidence is not None:
-                self._believe(flight, decision.confidence, live, count, window, judged)
-        rows = users + (window * live).sum(axis=1)
-        contexts, begin = self._contexts(flight, count), 0
+                expected = self._believe(decision.confidence, live, count, window, judged)
+        # live cache rows of everyone who decodes, before each step
+        contexts = ((rows + np.cumsum(count, axis=0) - count) * live).sum(axis=1)
+        verified, begin = users + (window * live).sum(axis=1), 0
         for leg in flight.legs:
             assert leg.ended is not None, "a dispatch is read before it is counted"
             seconds = leg.ended - max(flight.sent, self._read_at)
@@ -117,13 +126,14 @@ class Metrics:
             exact = leg.waited and (self._waited or flight.sent >= self._read_at)
             self._read_at, self._waited = leg.ended, leg.waited
             steps = slice(begin, begin := begin + leg.steps)
-            counted = users[steps], rows[steps], depth[steps], contexts[steps]
+            counted = users[steps], verified[steps], depth[steps], contexts[steps]
             self._time(flight.batch, leg, seconds / leg.steps, *counted, exact=exact)
+        return expected
 
-    def ended(self, sequence: Sequence, completion: Completion) -> Service:
+    def ended(self, sequence: Sequence, reason: FinishReason) -> Service:
         """Count an answer; how it was served."""
         now = self.clock()
-        self._finished[completion.finish_reason] += 1
+        self._finished[reason] += 1
         arrived = now if sequence.arrived is None else sequence.arrived
 
         def since(moment: float | None) -> float | None:
@@ -137,16 +147,16 @@ class Metrics:
             reused_rows=sequence.reused_rows,
             expected_accepted=sequence.expected,
         )
-        if completion.finish_reason != "abort":
+        if reason != "abort":
             self._whole.add(service.seconds)
             if service.first_token_seconds is not None:
                 self._first.add(service.first_token_seconds)
         return service
 
     def _believe(
-        self, flight: Flight, confidence: Any, live: Any, count: Any, window: Any, judged: Any
-    ) -> None:
-        """Compare survivals with what happened."""
+        self, confidence: Any, live: Any, count: Any, window: Any, judged: Any
+    ) -> np.ndarray:
+        """Compare survivals with what happened; drafts expected to be accepted by lane."""
         committed = np.minimum(judged, window)
         stopped = count <= committed
         proposed = np.where(stopped, count, window) * live
@@ -160,10 +170,6 @@ class Metrics:
                 column *= survival[position - 1]
             expected += column * (position < proposed)
         self._sums["expected"] += float(expected.sum(dtype=np.float64))
-        by_lane = expected.sum(axis=0).tolist()
-        for sequence, lane in flight.lanes:
-            if sequence.stage is not Stage.DONE:
-                sequence.expected = (sequence.expected or 0.0) + by_lane[lane]
         stride = -(-live.size // MOST_BLOCKS)
         self._calibration.observe(
             survival.reshape(len(survival), -1)[:, ::stride].T,
@@ -171,16 +177,7 @@ class Metrics:
             accepted.ravel()[::stride],
             steps=len(live),
         )
-
-    def _contexts(self, flight: Flight, count: np.ndarray) -> np.ndarray:
-        """Live cache rows of everyone who decodes, before each step; 0 where no cost asks."""
-        if len(self._costs()[flight.batch, flight.legs[0].pieces].contexts) == 1:
-            return np.zeros(len(count))
-        start = np.zeros(count.shape[1], np.int64)
-        for sequence, lane in flight.lanes:
-            start[lane] = sequence.rows
-        lengths = start + np.cumsum(count, axis=0) - count
-        return (lengths * (count > 0)).sum(axis=1)
+        return expected.sum(axis=0)
 
     def _time(
         self,

@@ -23,6 +23,7 @@ from dspark_jax.engine import lanes as on_device
 from dspark_jax.engine.config import piece_tiers
 from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
 from dspark_jax.engine.packing import Packed, pack, unpack
+from dspark_jax.engine.roster import Roster, slots_of
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
 from dspark_jax.engine.shapes import ShapeChoice, extremes
@@ -89,7 +90,8 @@ class Flight:
 
     Attributes:
         plan: what was asked for.
-        lanes: which lane a sequence decodes in.
+        slots, requests, lanes: ``[n]`` of those that decode in it: their slots, arrival numbers and
+            lanes.
         launched: what the steps of each leg did, on the device, when all have been launched there.
         batch: lanes it was compiled for.
         legs: in the order they run.
@@ -97,7 +99,9 @@ class Flight:
     """
 
     plan: Plan
-    lanes: list[tuple[Text, int]]
+    slots: np.ndarray
+    requests: np.ndarray
+    lanes: np.ndarray
     launched: Future[list[Packed]]
     batch: int
     legs: list[Leg]
@@ -231,7 +235,8 @@ class Programs:
         ]
 
         def call(batch: int, columns: int, pieces: int, shape: Shape | None) -> Call:
-            placed = _placed([], batch, columns, self.slots)
+            nobody = np.zeros(0, np.intp)
+            placed = _placed(nobody, nobody, np.zeros((0, columns), np.int32), batch, self.slots)
             return self._call(config, placed, [], pieces, shape)
 
         def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
@@ -248,38 +253,39 @@ class Programs:
         self._launcher.submit(compile_and_run).result()
         self._lanes = None
 
-    def dispatch(self, plan: Plan) -> Flight:
+    def dispatch(self, plan: Plan, roster: Roster) -> Flight:
         """Have a plan launched on the device and return at once."""
         everyone = plan.sequences
+        slots = slots_of(everyone)
         config = self._covering([one.job.params for one in everyone])
         batch = _tier(self.batches, len(everyone))
-        columns = _tier(self.columns, max(len(one.pages) for one in everyone))
-        whole = batch == self.slots
-        lane = {one: one.slot if whole else index for index, one in enumerate(everyone)}
-        lanes = [(one, lane[one]) for one in everyone]
-        placed = _placed(lanes, batch, columns, self.slots)
-        pieces = [(piece, lane[piece.sequence]) for piece in plan.pieces]
+        columns = _tier(self.columns, int(roster.pages[slots].max()))
+        lanes = slots if batch == self.slots else np.arange(len(slots))
+        lane_of = dict(zip(slots.tolist(), lanes.tolist(), strict=True))
+        placed = _placed(lanes, slots, roster.table[slots, :columns], batch, self.slots)
+        pieces = [(piece, lane_of[piece.sequence.slot]) for piece in plan.pieces]
         if self.choice is not None:
             for one in (*plan.starting, *plan.late):
-                self.choice.begin(one.slot, one.room, one.rows)
+                self.choice.begin(one.slot, one.most - one.rows, one.rows)
         legs: list[Leg] = []
         launches: list[tuple[list[Packed], Call]] = []
 
-        def add(starting: list[Text], decoding: list[Text], room: int, steps: int) -> None:
-            shape = self._shape(decoding, batch, room, len(everyone) - len(decoding))
+        def add(starting: list[Text], decoding: int, room: int, steps: int) -> None:
+            """A leg in which the first so many decode."""
+            shape = self._shape(slots[:decoding], batch, room, len(everyone) - decoding)
             decodes: Any = np.zeros(batch, bool)
-            decodes[[lane[one] for one in decoding]] = True
+            decodes[lanes[:decoding]] = True
             own = dataclasses.replace(placed, decoding=decodes)
             call = self._call(config, own, pieces if room else [], room, shape)
             groups = [self._starting(one) for one in itertools.batched(starting, self._group)]
             legs.append(Leg(steps, room, shape))
             launches.append((groups, call))
 
-        decoding, starting, left = plan.decoding, plan.starting, plan.steps
+        decoding, starting, left = len(plan.decoding), plan.starting, plan.steps
         # a single step is compiled with room for prompts alone
         if pieces or left < self.steps:
             add(starting, decoding, _tier(self.piece_tiers, len(pieces)), 1)
-            decoding, starting, left = [*decoding, *plan.late], plan.late, left - 1
+            decoding, starting, left = decoding + len(plan.late), plan.late, left - 1
         if left:
             add(starting, decoding, 0, left)
 
@@ -292,20 +298,19 @@ class Programs:
                 reports[-1].words.copy_to_host_async()
             return reports
 
-        return Flight(plan, lanes[: len(decoding)], self._launcher.submit(launch), batch, legs)
+        launched = self._launcher.submit(launch)
+        slots, lanes = slots[:decoding], lanes[:decoding]
+        return Flight(plan, slots, roster.request[slots], lanes, launched, batch, legs)
 
     def _shapes(self, batch: int, pieces: int) -> tuple[Shape, ...]:
         """What a dispatch is compiled for: beside few rows of prompts, seldom run, little."""
         shapes = self.shapes(batch, pieces * self.prompt_width)
         return shapes if pieces in (0, self.piece_tiers[-1]) else extremes(shapes)
 
-    def _shape(
-        self, decoding: list[Text], batch: int, pieces: int, prefilling: int
-    ) -> Shape | None:
+    def _shape(self, slots: np.ndarray, batch: int, pieces: int, prefilling: int) -> Shape | None:
         """What a leg drafts and verifies."""
         if self.choice is None:
             return None
-        slots = [one.slot for one in decoding]
         costs = self._in_use[batch, pieces]
         shapes = self._shapes(batch, pieces)
         return self.choice.choose(shapes, batch, costs, slots, prefilling=prefilling)
@@ -393,8 +398,8 @@ class Programs:
             slots=column([one.slot for one in sequences], np.int32, self.slots),
             anchor=column([one.text(one.rows, one.rows + 1)[0] for one in sequences], np.int32),
             rows=column([one.rows for one in sequences], np.int32),
-            steps=column([len(one.commits) for one in sequences], np.int32),
-            emitted=column([len(one.tokens) for one in sequences], np.int32),
+            steps=column([one.steps for one in sequences], np.int32),
+            emitted=column([one.rows + 1 - one.prompt_rows for one in sequences], np.int32),
             seeds=asked_for("seed", np.uint32),
             requests=Requests(
                 temperature=asked_for("temperature", np.float32),
@@ -409,21 +414,15 @@ class Programs:
         return jax.device_put(pack(starting))
 
 
-def _placed(sequences: list[tuple[Text, int]], batch: int, columns: int, slots: int) -> Lanes:
-    """Lanes on the host, of which none decodes yet."""
-    slot: Any = np.full(batch, slots, np.int32)
+def _placed(
+    lanes: np.ndarray, slots: np.ndarray, pages: np.ndarray, batch: int, every: int
+) -> Lanes:
+    """Lanes on the host, of which none decodes yet: those of ``every`` slots, or of some."""
+    slot: Any = np.full(batch, every, np.int32)
     decoding: Any = np.zeros(batch, bool)
-    table: Any = np.full((batch, columns), -1, np.int32)
-    lanes = np.fromiter((lane for _, lane in sequences), np.int32, len(sequences))
-    slot[lanes] = [one.slot for one, _ in sequences]
-    # All pages at once: hundreds of small copies take longer than the dispatch.
-    counts = np.fromiter((len(one.pages) for one, _ in sequences), np.int32, len(sequences))
-    pages = np.fromiter(
-        itertools.chain.from_iterable(one.pages for one, _ in sequences), np.int32, counts.sum()
-    )
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    table[np.repeat(lanes, counts), np.arange(len(pages)) - first] = pages
-    return Lanes(None if batch == slots else slot, decoding, table)
+    table: Any = np.full((batch, pages.shape[1]), -1, np.int32)
+    slot[lanes], table[lanes] = slots, pages
+    return Lanes(None if batch == every else slot, decoding, table)
 
 
 def _tier(tiers: tuple[int, ...], wanted: int) -> int:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from operator import attrgetter
 
+import numpy as np
+
 from dspark_jax.engine.page_store import Key, PageStore
+from dspark_jax.engine.roster import Roster, slots_of
 from dspark_jax.engine.sequence import Sequence, Stage
 from dspark_jax.models.pages import PagePool
+
+_ARRIVAL = attrgetter("arrival")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Plan:
     def sequences(self) -> list[Sequence]:
         """Everyone in it, once each."""
         prompts = dict.fromkeys(piece.sequence for piece in self.pieces)
-        return [*self.decoding, *self.late, *(one for one in prompts if one not in self.late)]
+        return [*self.decoding, *dict.fromkeys((*self.late, *prompts))]
 
 
 class Scheduler:
@@ -64,6 +70,7 @@ class Scheduler:
         prefix_reuse: whether full pages are kept for later requests.
 
     Attributes:
+        roster: who has which slot.
         preemptions: how often a request lost its pages.
         sought_rows: rows of joining requests, looked for in known pages.
         reused_rows: rows that were found there instead of computed.
@@ -81,6 +88,7 @@ class Scheduler:
         prefix_reuse: bool,
     ) -> None:
         self.store = PageStore(pool.count)
+        self.roster = Roster(slots, pool)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -96,60 +104,73 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """A sequence that wants to run."""
-        bisect.insort(self.waiting, sequence, key=attrgetter("arrival"))
+        bisect.insort(self.waiting, sequence, key=_ARRIVAL)
 
     def plan(self) -> Plan | None:
         """The next dispatch; None when there is nothing to run before something is read."""
         if not self._make_room():
             self._join()
-        starting = [
-            s for s in self.running if s.stage is Stage.PREFILLING and s.prefilled == s.rows
-        ]
+        reading = self._reading()
+        starting = [s for s in reading if s.prefilled == s.rows]
         for sequence in starting:
             sequence.stage = Stage.DECODING
+        reading = [s for s in reading if s.stage is Stage.PREFILLING]
+        decoding = self._decoding()
         # A step emits a token at least: whoever has as many in flight as room will have ended.
-        decoding = [s for s in self.running if s.stage is Stage.DECODING and s.in_flight < s.room]
-        pieces = self._next_pieces()
+        slots = slots_of(decoding)
+        going = self.roster.in_flight[slots] < self.roster.room(slots)
+        decoding = list(itertools.compress(decoding, going.tolist()))
+        pieces = self._next_pieces(reading)
         if not decoding and not pieces:
             return None
-        reading = [s for s in self.running if s.stage is Stage.PREFILLING]
         late = [s for s in reading if s.prefilled == s.rows]
         steps = self._steps + bool(pieces)
         nobody = not decoding and not late
         if (
             nobody
             or self._unread(reading) >= self._pieces
-            or not self._grow([*decoding, *late], steps)
+            or not self._grow(slots_of([*decoding, *late]), steps)
         ):
             late, steps = [], 1
         for sequence in late:
             sequence.stage = Stage.DECODING
-        for sequence in (*decoding, *late):
-            sequence.in_flight += steps
+        self.roster.in_flight[slots_of([*decoding, *late])] += steps
         return Plan(starting, decoding, pieces, late, steps)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up slot, pages and place in the queue."""
         if sequence.stage is Stage.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.stage is not Stage.DONE:
-            self.running.remove(sequence)
-            self.store.release(sequence.pages)
+        else:
+            self._stop(sequence)
+        if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
-        sequence.pages, sequence.slot = [], -1
-        sequence.prefilled = sequence.remembered = 0
+            self.roster.free(sequence)
+
+    def filled(self, slots: np.ndarray) -> np.ndarray:
+        """Who of these has full pages that are not known yet."""
+        full = self.roster.rows[slots] // self._page_size > self.roster.remembered[slots]
+        return full & (self.roster.pages[slots] > 0) & self._reuse
 
     def remember(self, sequence: Sequence, rows: int | None = None) -> None:
         """The first ``rows`` rows, or all, are or are about to be in its pages for good."""
-        if not self._reuse or not sequence.pages:
+        pages = sequence.pages
+        if not self._reuse or not pages:
             return
         full = (sequence.rows if rows is None else rows) // self._page_size
-        if full <= sequence.remembered:
+        known = int(self.roster.remembered[sequence.slot])
+        if full <= known:
             return
         keys = sequence.page_keys(self._page_size)
-        for column in range(sequence.remembered, full):
-            self.store.remember(sequence.pages[column], keys[column])
-        sequence.remembered = full
+        for column in range(known, full):
+            self.store.remember(pages[column], keys[column])
+        self.roster.remembered[sequence.slot] = full
+
+    def _reading(self) -> list[Sequence]:
+        return [s for s in self.running if s.stage is Stage.PREFILLING]
+
+    def _decoding(self) -> list[Sequence]:
+        return [s for s in self.running if s.stage is Stage.DECODING]
 
     def _unread(self, reading: list[Sequence]) -> int:
         """Pieces that the prompts of these still come in."""
@@ -157,34 +178,42 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Pages for one more step of everyone who decodes, oldest first; whether one had to go."""
-        if self._grow([s for s in self.running if s.stage is Stage.DECODING], 1):
+        decoding = self._decoding()
+        slots = slots_of(decoding)
+        if self._grow(slots, 1):
             return False
-        preempted = False
-        for sequence in list(self.running):
-            if sequence.stage is not Stage.DECODING:
-                continue
-            while sequence.slot >= 0 and not self._grow([sequence], 1):
+        for sequence, missing in zip(decoding, self._missing(slots, 1).tolist(), strict=True):
+            while sequence.stage is Stage.DECODING and missing > self.store.free:
                 self._preempt(self.running[-1])
-                preempted = True
-        return preempted
-
-    def _grow(self, sequences: list[Sequence], steps: int) -> bool:
-        """Give all of them pages for ``steps`` more steps, or none of them any."""
-        missing = [self._missing(sequence, steps) for sequence in sequences]
-        if sum(missing) > self.store.free:
-            return False
-        for sequence, count in zip(sequences, missing, strict=True):
-            if count:
-                sequence.pages += self.store.take(count)
+            if sequence.stage is Stage.DECODING:
+                self.roster.give(slots_of([sequence]), missing, self.store.take(missing))
         return True
 
-    def _missing(self, sequence: Sequence, steps: int) -> int:
-        rows = sequence.most_rows(steps, self._width) - len(sequence.pages) * self._page_size
-        return -(-rows // self._page_size) if rows > 0 else 0
+    def _grow(self, slots: np.ndarray, steps: int) -> bool:
+        """Give all of them pages for ``steps`` more steps, or none of them any."""
+        missing = self._missing(slots, steps)
+        if missing.sum() > self.store.free:
+            return False
+        self.roster.give(slots, missing, self.store.take(int(missing.sum())))
+        return True
+
+    def _missing(self, slots: np.ndarray, steps: int) -> np.ndarray:
+        """Pages that each still needs for ``steps`` more steps."""
+        roster = self.roster
+        rows = roster.rows[slots] + (roster.in_flight[slots] + steps) * self._width
+        wanted = -(-np.minimum(rows, roster.most[slots]) // self._page_size)
+        return np.maximum(wanted - roster.pages[slots], 0)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """It runs no longer, and its pages are free."""
+        del self.running[bisect.bisect_left(self.running, sequence.arrival, key=_ARRIVAL)]
+        self.store.release(self.roster.take_pages(sequence.slot))
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.leave(sequence)
+        """It keeps its slot: nobody newer joins before it does."""
+        self._stop(sequence)
         sequence.stage = Stage.WAITING
+        sequence.prefilled = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self.add(sequence)
@@ -195,55 +224,58 @@ class Scheduler:
         A request whose next page an older one is about to fill waits for it, and those behind it
         too: prompts are read oldest first, so there is little that they lose by it.
         """
-        if not self.waiting:
-            return
-        while self.waiting and self._free_slots:
+        reading = self._reading()
+        while self.waiting and (self.waiting[0].slot >= 0 or self._free_slots):
             sequence = self.waiting[0]
             if sequence.in_flight:
                 return  # its newest tokens are not read yet
             keys = sequence.page_keys(self._page_size) if self._reuse else []
             shared = self.store.known(keys)
-            if self._coming(keys, len(shared)):
+            if _coming(reading, keys, len(shared)):
                 return
-            missing = self._missing(sequence, 1) - len(shared)
+            rows = min(sequence.rows + self._width, sequence.most)
+            missing = -(-rows // self._page_size) - len(shared)
             left = self.store.free - missing - self.store.unused(shared)
             if left < len(self.running) and left < self._growing():
                 return
+            if sequence.slot < 0:
+                self.roster.seat(sequence, self._free_slots.pop())
             self.store.share(shared)
-            sequence.pages = shared + self.store.take(missing)
-            sequence.remembered = len(shared)
+            pages = shared + self.store.take(missing)
+            self.roster.give(slots_of([sequence]), len(pages), pages)
+            self.roster.remembered[sequence.slot] = len(shared)
             sequence.prefilled = len(shared) * self._page_size
             sequence.reused_rows += sequence.prefilled
             self.sought_rows += sequence.rows
             self.reused_rows += sequence.prefilled
-            sequence.slot = self._free_slots.pop()
             sequence.stage = Stage.PREFILLING
             self.waiting.pop(0)
-            bisect.insort(self.running, sequence, key=attrgetter("arrival"))
+            bisect.insort(self.running, sequence, key=_ARRIVAL)
+            reading.append(sequence)
 
     def _growing(self) -> int:
         """Pages for those that will grow, or they would throw a newcomer out again: one each."""
-        return sum(self._missing(other, self._steps + 2) > 0 for other in self.running)
+        return int((self._missing(slots_of(self.running), self._steps + 2) > 0).sum())
 
-    def _coming(self, keys: list[Key], page: int) -> bool:
-        """Whether a prompt that is being read will fill the page of this index and key."""
-        return page < len(keys) and any(
-            page < len(other.keys) and other.keys[page] == keys[page]
-            for other in self.running
-            if other.stage is Stage.PREFILLING and other.prefilled < other.rows
-        )
-
-    def _next_pieces(self) -> list[Piece]:
+    def _next_pieces(self, reading: list[Sequence]) -> list[Piece]:
         """As many rows of prompts as a step takes, of the oldest first."""
         pieces: list[Piece] = []
-        for sequence in self.running:
-            if sequence.stage is not Stage.PREFILLING:
-                continue
-            while sequence.prefilled < sequence.rows and len(pieces) < self._pieces:
+        for sequence in reading:
+            rows = sequence.rows
+            while sequence.prefilled < rows and len(pieces) < self._pieces:
                 start = sequence.prefilled
-                end = min(start + self._prompt_width, sequence.rows)
+                end = min(start + self._prompt_width, rows)
                 pieces.append(Piece(sequence, start, sequence.text(start, end)))
                 sequence.prefilled = end
                 # What runs after this dispatch finds the rows written.
                 self.remember(sequence, end)
         return pieces
+
+
+def _coming(reading: list[Sequence], keys: list[Key], page: int) -> bool:
+    """Whether a prompt that is being read will fill the page of this index and key."""
+    return page < len(keys) and any(
+        page < len(other.keys) and other.keys[page] == keys[page]
+        for other in reading
+        if other.prefilled < other.rows
+    )

@@ -114,6 +114,10 @@ class _Measured:
     confidence: np.ndarray
 
 
+Whole = Sequence[int] | np.ndarray
+"""Whole numbers, one a request."""
+
+
 class ShapeChoice:
     """Chooses the shape that promises most tokens a second.
 
@@ -150,11 +154,11 @@ class ShapeChoice:
 
     def learn(
         self,
-        slots: Sequence[int],
-        lanes: Sequence[int],
+        slots: Whole,
+        lanes: Whole,
         report: Report,
-        room: Sequence[int],
-        rows: Sequence[int],
+        room: Whole,
+        rows: Whole,
     ) -> None:
         """What a dispatch that has been read says of the requests in ``slots``.
 
@@ -213,7 +217,7 @@ class ShapeChoice:
         shapes: tuple[Shape, ...],
         batch: int,
         costs: CostTables,
-        slots: Sequence[int],
+        slots: Whole,
         *,
         prefilling: int = 0,
     ) -> Shape:
@@ -265,7 +269,7 @@ class ShapeChoice:
         return known[1]
 
 
-def _whole(values: Sequence[int] | np.ndarray) -> np.ndarray:
+def _whole(values: Whole) -> np.ndarray:
     """An array of them; an iterator is read twice as fast as a list."""
     if isinstance(values, np.ndarray):
         return values

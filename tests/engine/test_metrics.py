@@ -17,7 +17,6 @@ from dspark_jax.engine.figures import Figure, Histogram, as_json
 from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Leg
 from dspark_jax.engine.prometheus import FigureCollector, exposition
-from dspark_jax.engine.sequence import Stage
 from dspark_jax.schedule.cost import no_costs
 from tests.engine.small import BLOCK, SMALL, STOP, VOCAB
 
@@ -222,17 +221,10 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
             confidence=np.array([[[0.5, 0.5], [0.5, np.nan]] + [[1, 1]] * 2] * 2, np.float32),
         ),
     )
-    lanes = [
-        (SimpleNamespace(rows=rows, stage=Stage.DECODING, expected=None), lane)
-        for lane, rows in enumerate((20, 30))
-    ]
-    flight = SimpleNamespace(
-        sent=1.0,
-        batch=4,
-        lanes=lanes,
-        legs=[Leg(steps=2, pieces=0, shape=None, ended=7.0, waited=True)],
-    )
-    metrics.read(flight, SimpleNamespace(outcome=outcome))
+    leg = Leg(steps=2, pieces=0, shape=None, ended=7.0, waited=True)
+    flight = SimpleNamespace(sent=1.0, batch=4, legs=[leg])
+    rows = np.array([20, 30, 0, 0])
+    expected = metrics.read(flight, SimpleNamespace(outcome=outcome), rows)
     found = as_json(metrics.figures())
     # 5 rows in a bucket of 6 at 50 cache rows, with drafts; then 3 rows in 4 at 22, without
     assert found["verify_bucket_steps_total"] == {"6": 1, "4": 1}
@@ -242,7 +234,7 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
     assert found["spec_decode_num_draft_tokens_total"] == 1 + 1 + 2
     assert found["spec_decode_num_accepted_tokens_total"] == 4
     assert found["spec_decode_num_expected_tokens_total"] == pytest.approx(0.5 + 0.5 + 0.75)
-    assert lanes[0][0].expected == pytest.approx(1.25)
+    assert expected.tolist() == pytest.approx([1.25, 0.5, 0, 0])
     assert found["draft_skips_total"] == 1
 
 

@@ -1,5 +1,6 @@
 """Who runs when, decided on the host: no device is asked in any of these."""
 
+import numpy as np
 import pytest
 
 from dspark_jax.decode.job import Job
@@ -11,9 +12,11 @@ from dspark_jax.models.pages import PagePool
 WIDTH = 4
 
 
-def scheduler(pages=8, slots=4, pieces=2, **changes):
+def scheduler(pages=8, slots=4, pieces=2, page_size=4, **changes):
     options = {"width": WIDTH, "prompt_width": 4, "steps": 3, "prefix_reuse": True} | changes
-    return Scheduler(PagePool(pages, 4, 8), slots=slots, pieces=pieces, **options)
+    return Scheduler(
+        PagePool(pages, page_size, 32 // page_size), slots=slots, pieces=pieces, **options
+    )
 
 
 def sequence(index, prompt, max_new_tokens=20):
@@ -22,11 +25,12 @@ def sequence(index, prompt, max_new_tokens=20):
     return Sequence(Job(index, prompt, params, 0, ()), context=32)
 
 
-def emit(sequence, plan, *tokens):
-    """What reading a dispatch does to a sequence."""
-    sequence.in_flight -= plan.steps
-    sequence.tokens += tokens
-    sequence.commits.append(len(tokens))
+def emit(queue, sequence, plan, *tokens):
+    """What reading a dispatch does to a sequence: one step brought all."""
+    count = np.array([[len(tokens)]])
+    slots = np.array([sequence.slot])
+    queue.roster.extend(slots, np.array([[tokens]]), count - 1, count - 1, count)
+    queue.roster.in_flight[slots] -= plan.steps
 
 
 def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
@@ -91,8 +95,8 @@ def test_the_newest_request_makes_room_and_waits_for_its_last_tokens():
     queue.plan()
     plan = queue.plan()
     assert plan.decoding == [old, new]
-    emit(old, plan, 3, 3, 3, 3)
-    emit(new, plan, 4, 4, 4, 4)
+    emit(queue, old, plan, 3, 3, 3, 3)
+    emit(queue, new, plan, 4, 4, 4, 4)
     plan = queue.plan()
     assert plan.decoding == [old]
     assert new.stage is Stage.WAITING
@@ -114,8 +118,8 @@ def test_a_preempted_request_is_not_rejoined_before_its_newest_tokens_are_read()
     queue.leave(old)
     old.stage = Stage.DONE
     assert queue.plan() is None
-    emit(new, unread, 9)
-    new.in_flight = 0
+    emit(queue, new, unread, 9)
+    queue.roster.in_flight[:] = 0
     (piece, *_) = queue.plan().pieces
     assert piece.tokens == [2, 2, 2, 2], "prompt and answer are computed again"
     assert new.rows == 4
@@ -143,8 +147,7 @@ def run(queue, dispatches=40):
     pieces = []
     for _ in range(dispatches):
         plan = queue.plan()
-        for one in plan.sequences if plan else ():
-            one.in_flight = 0
+        queue.roster.in_flight[:] = 0
         pieces.append([(p.sequence.arrival, p.start) for p in plan.pieces] if plan else [])
         if not queue.waiting and not pieces[-1]:
             return pieces[:-1]
@@ -212,8 +215,10 @@ def test_older_requests_are_served_first():
     assert queue.plan().decoding == [early]
 
 
-@pytest.mark.parametrize(("max_new_tokens", "rows"), [(1, 4), (3, 6), (20, 11)])
+@pytest.mark.parametrize(("max_new_tokens", "rows"), [(1, 4), (3, 6), (20, 15)])
 def test_no_page_is_kept_for_rows_that_cannot_come(max_new_tokens, rows):
+    queue = scheduler(pages=24, page_size=1, steps=2, prompt_width=8)
     short = sequence(0, [1] * 4, max_new_tokens)
-    short.in_flight = 1
-    assert short.most_rows(1, WIDTH) == rows
+    queue.add(short)
+    assert queue.plan().steps == 3
+    assert len(short.pages) == rows
