@@ -102,11 +102,17 @@ def main(
 
 
 def vary(base: TrainConfig, name: str, steps: int, folder: Path) -> TrainConfig:
-    """The base run with one factor changed, its own folder, and one save at the end."""
+    """The base run with one factor changed, its own folder, and one save at the end.
+
+    Raises:
+        ValueError: a run of another kind of drafter.
+    """
     training = dataclasses.replace(
         base.training, output=str(folder), steps=steps, save_every=steps, log_every=steps
     )
     drafter = base.drafter
+    if drafter is None:
+        raise ValueError("the variants are of a dense drafter: describe one in [drafter]")
     if not VARIANTS[name].get("markov_rank", 1):
         drafter = dataclasses.replace(drafter, markov_head_type="vanilla")
     drafter = dataclasses.replace(drafter, **VARIANTS[name])

@@ -35,11 +35,11 @@ from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.weights import DenseLayer, DenseWeights
 from train.anchors import sample_anchors
 from train.config import DataSection, DrafterSection, TargetSection, TrainConfig, TrainingSection
+from train.drafters import training_weights
 from train.features import target_features
 from train.forward import (
     Sequences,
     block_rows,
-    cast_backbone,
     draft_blocks,
     drafter_terms,
     supervised_first,
@@ -165,8 +165,8 @@ class Run:
         chunk = len(self.tokens) * training.anchor_chunk
 
         def forward(weights: Any, batch: Sequences) -> Any:
-            cast = cast_backbone(weights, jnp.bfloat16)
-            blocks = draft_blocks(drafter, cast, embed, batch, anchors, keep)
+            cast = training_weights(drafter, weights, jnp.bfloat16)
+            blocks, _ = draft_blocks(drafter, cast, embed, batch, anchors, keep)
             return supervised_first(blocks, 1)
 
         def vocabulary(weights: Any, blocks: Any) -> Any:
@@ -180,7 +180,8 @@ class Run:
 
         def gradient(weights: Any, batch: Sequences) -> Any:
             def objective(weights: Any) -> Any:
-                cast, loss = cast_backbone(weights, jnp.bfloat16), self.config.loss
+                cast = training_weights(drafter, weights, jnp.bfloat16)
+                loss = self.config.loss
                 return drafter_terms(
                     *(drafter, cast, embed, embed, batch, anchors, keep, loss),
                     training.anchor_chunk,

@@ -49,7 +49,7 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSection:
-    """What of the drafter is chosen; widths and RoPE constants are the target's."""
+    """What of a dense drafter is chosen; widths and RoPE constants are the target's."""
 
     num_hidden_layers: int
     block_size: int
@@ -58,6 +58,18 @@ class DrafterSection:
     markov_rank: int
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     enable_confidence_head: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV4DrafterSection:
+    """What of DeepSeek-V4's own drafter is chosen, one stage a tap; all else is the target's."""
+
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    markov_rank: int
+
+    enable_confidence_head = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +98,27 @@ class TrainingSection:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One training run."""
+    """One training run, of a drafter of one of the two families."""
 
     target: TargetSection
     data: DataSection
-    drafter: DrafterSection
     training: TrainingSection
+    drafter: DrafterSection | None = None
+    deepseek_v4_drafter: DeepseekV4DrafterSection | None = None
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
 
+    @property
+    def described(self) -> DrafterSection | DeepseekV4DrafterSection:
+        """The section that describes the drafter."""
+        section = self.drafter or self.deepseek_v4_drafter
+        assert section is not None
+        return section
+
     def __post_init__(self) -> None:
-        """Refuse numbers out of range and a chunk that does not divide the anchors."""
+        """Refuse none or both families, numbers out of range, a chunk that divides no anchors."""
+        if (self.drafter is None) == (self.deepseek_v4_drafter is None):
+            raise ValueError("give one of the sections drafter and deepseek_v4_drafter")
         counts = {
             "data.sequence_length": self.data.sequence_length,
             **{
@@ -116,7 +138,7 @@ class TrainConfig:
                     'training.trainable is "confidence_head" and training.start_from is not set: '
                     "name the drafter whose head is trained"
                 )
-            if not self.drafter.enable_confidence_head:
+            if not self.described.enable_confidence_head:
                 raise ValueError(
                     'training.trainable is "confidence_head" and drafter.enable_confidence_head '
                     "is false: there would be nothing to train"

@@ -7,6 +7,7 @@ kept for later, and that attention is a mask over all keys of the sequence.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +77,25 @@ def _layer(
     real: Bool[Array, "B K"],
     streams: Float[Array, "B K n D"],
 ) -> tuple[Float[Array, "B K n D"], LayerReport]:
+    attend = functools.partial(_attention, config, layer.attention, ratio, real=real)
+    return run_layer(config, layer, attend, tokens, real, streams)
+
+
+def run_layer(
+    config: DeepseekV4Config,
+    layer: Layer,
+    attend: Callable[[Array], tuple[Array, Array | None]],
+    tokens: Int[Array, "*B"],
+    real: Bool[Array, "*B"],
+    streams: Float[Array, "*B n D"],
+) -> tuple[Float[Array, "*B n D"], LayerReport]:
+    """A layer, or a stage of a drafter, around its attention.
+
+    ``attend`` takes what the attention reads, normed, and gives its output and the loss of its
+    indexer, None without one. Rows that are not ``real`` do not count as load of the experts.
+    """
     seen, gates = mhc.read(config, layer.attention_mix, streams)
-    normed = rms_norm(seen, layer.attention_norm, config.rms_norm_eps)
-    attended, loss = _attention(config, layer.attention, ratio, normed, real)
+    attended, loss = attend(rms_norm(seen, layer.attention_norm, config.rms_norm_eps))
     streams = mhc.write(gates, streams, attended)
     seen, gates = mhc.read(config, layer.moe_mix, streams)
     normed = rms_norm(seen, layer.moe_norm, config.rms_norm_eps)
@@ -89,10 +106,10 @@ def _layer(
 def _experts(
     config: DeepseekV4Config,
     weights: Moe,
-    x: Float[Array, "B K D"],
-    tokens: Int[Array, "B K"],
-    real: Bool[Array, "B K"],
-) -> tuple[Float[Array, "B K D"], Float[Array, "X"] | None]:
+    x: Float[Array, "*B D"],
+    tokens: Int[Array, "*B"],
+    real: Bool[Array, "*B"],
+) -> tuple[Float[Array, "*B D"], Float[Array, "X"] | None]:
     """The experts, and how they are loaded where the load can be steered."""
     flat, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     ids, weight = route(config, weights, flat, tokens.reshape(-1))

@@ -11,17 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dspark_jax.drafter.backbone import (
-    block_hidden_from_context,
-    context_features,
-    context_kv,
-)
-from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.dspark import embed_tokens
-from dspark_jax.drafter.heads import rank_and_confidence, walk_block
-from dspark_jax.drafter.weights import DrafterWeights
-from train.block_attention import attend_in_groups
+from train.drafters import family_of
 from train.losses import LossConfig, Rows, Terms, combine, position_weights
+from train.sequence_experts import load_figures
 from train.vocabulary_loss import VocabularyRows, vocabulary_loss
 
 
@@ -53,24 +45,19 @@ class Blocks:
     mask: Bool[Array, "B A G"]
 
 
-def cast_backbone(weights: DrafterWeights, dtype: Any) -> DrafterWeights:
-    """Backbone in ``dtype``; the small heads stay fp32, so that their gradients add in fp32."""
-    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-    return cast.replace(markov=weights.markov, confidence=weights.confidence)
-
-
 def draft_blocks(
-    config: DrafterConfig,
-    weights: DrafterWeights,
+    config: Any,
+    weights: Any,
     embed: Float[Array, "V D"],
     batch: Sequences,
     anchors: Int[Array, "B A"],
     keep: Bool[Array, "B A"],
-) -> Blocks:
+) -> tuple[Blocks, tuple[Float[Array, "X"], ...]]:
     """Hidden states and labels of the blocks at ``anchors``; dummies (``keep`` False) are masked.
 
     Context visible to a block: positions before its anchor. Masked labels are the last token
-    of the sequence (past the end) or the first (dummies), as in DeepSpec.
+    of the sequence (past the end) or the first (dummies), as in DeepSpec. The second result is
+    the load of the experts of each layer that has some.
     """
     sequences, length = batch.tokens.shape
     row = jnp.arange(sequences)[:, None, None]
@@ -84,56 +71,29 @@ def draft_blocks(
     anchor_token = batch.tokens[row[..., 0], anchors]
     previous = jnp.concatenate([anchor_token[..., None], target_ids[..., :-1]], axis=-1)
     block_tokens = jnp.full_like(previous, config.mask_token_id).at[..., 0].set(anchor_token)
-    features = context_features(config, weights, batch.taps)
-    context = context_kv(
-        config,
-        weights,
-        features,
-        jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, length)),
+    hidden, loads = family_of(config).block_hidden(
+        config, weights, embed, batch.taps, block_tokens, anchors, keep
     )
-    hidden = block_hidden_from_context(
-        config,
-        weights,
-        embed_tokens(weights, embed, block_tokens),
-        context,
-        anchors,
-        attend=attend_in_groups,
-    )
-    return Blocks(
+    blocks = Blocks(
         hidden=hidden,
         previous=previous,
         target_ids=target_ids,
         target_hidden=batch.last_hidden[row, jnp.maximum(label - 1, 0)],
         mask=mask,
     )
-
-
-def frozen_logits(hidden: Float[Array, "... D"], head: Float[Array, "V D"]) -> Array:
-    """fp32 logits of a frozen head."""
-    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    return blocks, loads
 
 
 def block_logits(
-    config: DrafterConfig, weights: DrafterWeights, head: Float[Array, "Vd D"], blocks: Blocks
+    config: Any, weights: Any, head: Float[Array, "Vd D"], blocks: Blocks
 ) -> tuple[Float[Array, "B A G Vd"], Float[Array, "B A G"] | None]:
     """fp32 draft logits (sequential bias added, teacher forced) and confidence logits.
 
     Raises:
         ValueError: a pruned draft vocabulary, whose columns the target's logits do not share.
     """
-    matrix = _draft_head(config, weights, head)
-    logits = frozen_logits(blocks.hidden.astype(matrix.dtype), matrix)
-    bias, confidence = walk_block(config, weights, blocks.hidden, blocks.previous)
-    return (logits if bias is None else logits + bias), confidence
-
-
-def _draft_head(config: DrafterConfig, weights: DrafterWeights, head: Array) -> Array:
-    if config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size {config.draft_vocab_size} differs from vocab_size "
-            f"{config.vocab_size}: training needs the full vocabulary"
-        )
-    return head if weights.lm_head is None else weights.lm_head
+    heads = family_of(config).heads(config, weights, head, blocks.hidden, blocks.previous)
+    return heads.logits(), heads.confidence
 
 
 def supervised_first(blocks: Blocks, parts: int) -> Blocks:
@@ -184,8 +144,8 @@ def map_anchors(function: Callable[[Blocks], PyTree], blocks: Blocks, chunk: int
 
 
 def block_rows(
-    config: DrafterConfig,
-    weights: DrafterWeights,
+    config: Any,
+    weights: Any,
     head: Float[Array, "Vd D"],
     blocks: Blocks,
     loss: LossConfig,
@@ -199,31 +159,29 @@ def block_rows(
     _, anchors, width = blocks.mask.shape
     if anchors % chunk:
         raise ValueError(f"anchor_chunk {chunk} does not divide the {anchors} anchors")
-    matrix = _draft_head(config, weights, head)
-    ranked, confidence = rank_and_confidence(
-        config, weights, blocks.hidden, blocks.previous, detach=loss.detach_confidence
+    heads = family_of(config).heads(
+        config, weights, head, blocks.hidden, blocks.previous, detach=loss.detach_confidence
     )
 
     def flat(leaf: Array) -> Array:
         return leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])
 
     rows = VocabularyRows(
-        hidden=flat(blocks.hidden),
-        ranked=None if ranked is None else flat(ranked),
+        hidden=flat(heads.states),
+        ranked=None if heads.ranked is None else flat(heads.ranked),
         truth=flat(blocks.target_hidden),
         target_ids=flat(blocks.target_ids),
         live=flat(blocks.mask),
         weight=flat(position_weights(blocks.mask, loss.decay)),
     )
-    w2 = None if weights.markov is None else weights.markov.w2
-    total, figures = vocabulary_loss(rows, matrix, w2, head, loss, chunk * width)
+    total, figures = vocabulary_loss(rows, heads.matrix, heads.w2, head, loss, chunk * width)
     by_block = jax.tree.map(lambda leaf: leaf.reshape(blocks.mask.shape), figures)
-    return dataclasses.replace(by_block, confidence_logits=confidence, weighted=total)
+    return dataclasses.replace(by_block, confidence_logits=heads.confidence, weighted=total)
 
 
 def drafter_terms(
-    config: DrafterConfig,
-    weights: DrafterWeights,
+    config: Any,
+    weights: Any,
     embed: Float[Array, "V D"],
     head: Float[Array, "Vd D"],
     batch: Sequences,
@@ -238,7 +196,9 @@ def drafter_terms(
     Logits of ``B * chunk`` blocks exist at one time. ``parts`` is the number of devices that
     share the batch.
     """
-    blocks = draft_blocks(config, weights, embed, batch, anchors, keep)
+    blocks, loads = draft_blocks(config, weights, embed, batch, anchors, keep)
     blocks = supervised_first(blocks, parts)
     rows = block_rows(config, weights, head, blocks, loss, len(batch.tokens) // parts * chunk)
-    return combine(rows, blocks.mask, loss)
+    terms = combine(rows, blocks.mask, loss)
+    metrics = terms.metrics | load_figures(loads)
+    return dataclasses.replace(terms, metrics=metrics, expert_loads=loads)

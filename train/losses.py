@@ -58,11 +58,13 @@ class Terms:
     """The scalar objective and DeepSpec's metrics under their own names.
 
     ``metrics`` holds ``accept_rate@j``, ``tau_probabilistic``, ``ce_loss``, ``l1_loss`` and,
-    with a confidence head, ``confidence_{loss,abs_error,bias,cumprod_bias}``.
+    with a confidence head, ``confidence_{loss,abs_error,bias,cumprod_bias}``. ``expert_loads``
+    are those of a drafter's layers that have experts.
     """
 
     loss: Float[Array, ""]
     metrics: dict[str, Ratio]
+    expert_loads: tuple[Float[Array, "X"], ...] = ()
 
 
 @flax.struct.dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from dspark_jax.checkpoints.save_target import target_fields, target_shapes, wri
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.deepseek_v32.config import DeepseekV32Config
 
+WIDTH_SCALE = 0.5
+"""Deviation of a matrix at first, times the root of the width that it reads."""
 MIX_SCALE = 0.1
 """How much of a stream's mixing depends on the token at first."""
 KEPT = 2.0
@@ -74,19 +77,21 @@ def _tensor(
         return np.zeros(shape, np.float32)
     if name.endswith(("hc_attn_base", "hc_ffn_base", "hc_head_base")):
         assert isinstance(config, DeepseekV4Config)
-        return _mixing_base(config.hc_mult, shape[0], random)
+        return mixing_base(config.hc_mult, shape[0], random.standard_normal)
     if name.endswith(("hc_attn_scale", "hc_ffn_scale", "hc_head_scale")):
         return np.full(shape, MIX_SCALE, np.float32)
-    deviation = 0.5 * shape[-1] ** -0.5
+    deviation = WIDTH_SCALE * shape[-1] ** -0.5
     if name.endswith(WRITES):
         deviation *= (2 * config.num_hidden_layers) ** -0.5
     return deviation * random.standard_normal(shape, np.float32)
 
 
-def _mixing_base(streams: int, width: int, random: np.random.Generator) -> np.ndarray:
-    """Biases of a stream mixture: read 1/n of each, write to all, keep each as it is."""
+def mixing_base(streams: int, width: int, normal: Callable[[tuple[int, ...]], Any]) -> Any:
+    """Biases of a stream mixture: read 1/n of each, write to all, keep each as it is.
+
+    ``normal`` draws standard normal numbers of a shape, for a little noise.
+    """
     read = np.full(streams, -math.log(max(streams - 1, 1e-3)))
-    noise = 0.1 * random.standard_normal(2 * streams)
     every = np.concatenate([read, np.zeros(streams), (KEPT * np.eye(streams)).reshape(-1)])
-    every[: 2 * streams] += noise
-    return every[:width].astype(np.float32)
+    noise = np.where(np.arange(width) < 2 * streams, 0.1, 0.0).astype(np.float32)
+    return every[:width].astype(np.float32) + noise * normal((width,)).astype(np.float32)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import optax
+from jaxtyping import Array
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -16,6 +15,8 @@ WARMUP_FRACTION = 0.04
 CLIP_NORM = 1.0
 MUON_RMS = 0.2
 """Size of a Muon update: that of a typical AdamW update, so both take one learning rate."""
+BACKBONES = ("fc", "layers", "main_proj", "stages")
+"""Fields of weights, of targets and drafters, whose matrices Muon updates."""
 
 
 def learning_rate_schedule(peak: float, steps: int) -> optax.Schedule:
@@ -26,37 +27,33 @@ def learning_rate_schedule(peak: float, steps: int) -> optax.Schedule:
     )
 
 
-def drafter_optimizer(
-    schedule: optax.Schedule, optimizer: Optimizer = "adamw"
-) -> optax.GradientTransformation:
-    """A drafter's optimizer; "muon" is for its backbone's matrices."""
-    return clipped_optimizer(schedule, optimizer, _backbone_matrices)
-
-
 def clipped_optimizer(
-    schedule: optax.Schedule, optimizer: Optimizer, matrices: Callable[[Any], Any]
+    schedule: optax.Schedule, optimizer: Optimizer = "adamw"
 ) -> optax.GradientTransformation:
     """Clip the global gradient norm to 1, then step.
 
     "adamw" has DeepSpec's constants (betas .9/.999, no weight decay). "muon" orthogonalises
-    the updates of what ``matrices`` marks; heads, norms and vectors still take AdamW.
+    the updates of a backbone's matrices; tables, heads, norms and vectors still take AdamW.
     """
     if optimizer == "adamw":
         step = optax.adamw(schedule, weight_decay=0.0)
     else:
         step = optax.contrib.muon(
-            schedule, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=matrices
+            schedule, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=backbone_matrices
         )
     return optax.chain(optax.clip_by_global_norm(CLIP_NORM), step)
 
 
-def _backbone_matrices(weights: Any) -> Any:
-    """A tree like ``weights`` that marks what Muon updates; None elsewhere."""
+def backbone_matrices(weights: Any) -> Any:
+    """A tree like ``weights`` that marks what Muon updates; None elsewhere.
 
-    def mark(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: optax.contrib.MuonDimensionNumbers() if leaf.ndim == 2 else None, tree
-        )
+    Experts are a stack of matrices.
+    """
 
-    unmarked = jax.tree.map(lambda _: None, weights)
-    return dataclasses.replace(unmarked, fc=mark(weights.fc), layers=mark(weights.layers))
+    def mark(path: Any, leaf: Array) -> Any:
+        # mixtures of streams and gates of compressors are vectors by position, not matrices
+        if path[0].name not in BACKBONES or leaf.ndim < 2 or path[-1].name in ("fn", "ape"):
+            return None
+        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(mark, weights)

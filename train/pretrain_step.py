@@ -18,13 +18,12 @@ from train.losses import Ratio, Terms
 from train.mesh import gathered, rules_of, training_mesh, weight_shardings
 from train.optimizer import clipped_optimizer, learning_rate_schedule
 from train.pretrain_config import PretrainConfig, TeacherSection
+from train.sequence_experts import balanced_bias, load_figures
 from train.sequence_output import LayerReport
 from train.step import StepReport
 
 POSITIONS = 64
 """Tokens of every sequence that have logits at one time."""
-BALANCE_SPEED = 1e-3
-"""What a step adds to the bias of an expert with too little load (DeepSeek-V3 report, 4.2)."""
 
 
 @flax.struct.dataclass
@@ -73,20 +72,7 @@ def served_weights(learnt: PyTree, tables: PyTree, dtypes: tuple[str, ...]) -> A
 def optimizer_of(config: PretrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The run's optimizer and its learning-rate schedule."""
     schedule = learning_rate_schedule(config.training.learning_rate, config.training.steps)
-    return clipped_optimizer(schedule, config.training.optimizer, layer_matrices), schedule
-
-
-def layer_matrices(weights: Any) -> Any:
-    """A tree like ``weights`` that marks what Muon updates: matrices of attention and experts."""
-
-    def mark(path: Any, leaf: Array) -> Any:
-        inside = any(getattr(key, "name", "") == "layers" for key in path)
-        # mixtures of streams and gates of compressors are vectors by position, not matrices
-        if not inside or leaf.ndim < 2 or path[-1].name in ("fn", "ape"):
-            return None
-        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 1, leaf.ndim - 2)
-
-    return jax.tree_util.tree_map_with_path(mark, weights)
+    return clipped_optimizer(schedule, config.training.optimizer), schedule
 
 
 def initial_state(config: PretrainConfig, learnt: PyTree) -> PretrainState:
@@ -139,9 +125,7 @@ def pretrain_step(
         if losses:
             figures["indexer_loss"] = Ratio(indexers, jnp.float32(len(losses)))
         loads = [one.expert_load for one in output.reports if one.expert_load is not None]
-        if loads:
-            fullest = jnp.stack([load.max() * load.size for load in loads]).sum()
-            figures["expert_load"] = Ratio(fullest, jnp.float32(len(loads)))
+        figures |= load_figures(loads)
         loss = figures["cross_entropy"].value()
         # no parameter is part of both terms
         return loss + indexers, (Terms(loss=loss, metrics=figures), output.reports)
@@ -199,14 +183,14 @@ def next_token_loss(
 
 
 def balanced(weights: Any, reports: tuple[LayerReport, ...]) -> Any:
-    """Router biases moved against the load: no loss, a step of fixed size (V3 report, 2.1.2)."""
+    """Router biases moved against the load."""
 
     def steer(layer: Any, load: Float[Array, "X"] | None) -> Any:
         if load is None:
             return layer
         name = "moe" if hasattr(layer, "moe") else "ffn"
         experts = getattr(layer, name)
-        bias = experts.bias + BALANCE_SPEED * jnp.sign(1 / load.size - load)
+        bias = balanced_bias(experts.bias, load)
         return layer.replace(**{name: experts.replace(bias=bias)})
 
     layers = zip(weights.layers, reports, strict=True)

@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.weights import DrafterWeights
 from train.anchors import sample_anchors
 from train.config import TrainConfig
+from train.drafters import family_of, training_weights
 from train.features import target_features
-from train.forward import Sequences, cast_backbone, drafter_terms
-from train.initialize import initial_weights
+from train.forward import Sequences, drafter_terms
 from train.losses import Terms
 from train.mesh import DATA, gathered, rules_of, training_mesh, weight_shardings
-from train.optimizer import drafter_optimizer, learning_rate_schedule
+from train.optimizer import clipped_optimizer, learning_rate_schedule
 from train.start import hold_still, with_confidence
 
 
@@ -29,7 +27,7 @@ from train.start import hold_still, with_confidence
 class TrainState:
     """Everything a step changes. ``weights`` are the fp32 masters, ``key`` raw PRNG key data."""
 
-    weights: DrafterWeights
+    weights: Any
     optimizer: optax.OptState
     step: Int[Array, ""]
     key: Array
@@ -47,7 +45,7 @@ class StepReport:
 def optimizer_of(config: TrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The run's optimizer and its learning-rate schedule."""
     schedule = learning_rate_schedule(config.training.learning_rate, config.training.steps)
-    return drafter_optimizer(schedule, config.training.optimizer), schedule
+    return clipped_optimizer(schedule, config.training.optimizer), schedule
 
 
 def compiled_part(config: TrainConfig) -> TrainConfig:
@@ -65,17 +63,15 @@ def compiled_part(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, training=training, data=data, target=target)
 
 
-def initial_state(
-    config: TrainConfig, drafter: DrafterConfig, existing: DrafterWeights | None = None
-) -> TrainState:
+def initial_state(config: TrainConfig, drafter: Any, existing: Any = None) -> TrainState:
     """The state before the first step, fixed by ``config.training.seed``, on the run's mesh.
 
     It begins with the weights ``existing``, if given; what they lack is new.
     """
 
-    def make(existing: DrafterWeights | None) -> TrainState:
+    def make(existing: Any) -> TrainState:
         weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
-        weights: Any = initial_weights(drafter, weights_key)
+        weights = family_of(drafter).initial_weights(drafter, weights_key)
         if existing is not None:
             weights = with_confidence(existing, weights)
         return TrainState(
@@ -89,7 +85,7 @@ def initial_state(
     return jax.jit(make, out_shardings=shardings)(existing)
 
 
-def state_shardings(config: TrainConfig, drafter: DrafterConfig, state: Any) -> Any:
+def state_shardings(config: TrainConfig, drafter: Any, state: Any) -> Any:
     """Where every array of a training state lives; moments lie beside their weights."""
     mesh, rules = training_mesh(config.mesh), rules_of(config.mesh)
     return weight_shardings(mesh, rules, state, drafter.vocab_size)
@@ -98,7 +94,7 @@ def state_shardings(config: TrainConfig, drafter: DrafterConfig, state: Any) -> 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def train_step(
     config: TrainConfig,
-    drafter: DrafterConfig,
+    drafter: Any,
     target: Any,
     state: TrainState,
     target_weights: Any,
@@ -121,11 +117,12 @@ def train_step(
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     anchors, keep = sample_anchors(key, loss_mask, config.training.num_anchors)
 
-    def objective(weights: DrafterWeights) -> tuple[Array, Terms]:
+    def objective(weights: Any) -> tuple[Array, Terms]:
         weights = hold_still(weights, config.training.trainable)
+        weights = training_weights(drafter, weights, jnp.dtype(config.training.dtype))
         terms = drafter_terms(
             drafter,
-            gathered(mesh, cast_backbone(weights, jnp.dtype(config.training.dtype)), vocab_size),
+            gathered(mesh, weights, vocab_size),
             target_weights.embed,
             target_weights.head,
             batch,
@@ -138,10 +135,10 @@ def train_step(
         return terms.loss, terms
 
     gradient, terms = jax.grad(objective, has_aux=True)(state.weights)
-    # optax types a parameter tree as nested containers and knows no dataclasses.
-    weights: Any = state.weights
-    updates, optimizer_state = optimizer.update(gradient, state.optimizer, weights)
-    updated: Any = optax.apply_updates(weights, updates)
+    updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.weights)
+    updated: Any = optax.apply_updates(state.weights, updates)
+    if config.training.trainable == "drafter":
+        updated = family_of(drafter).balanced(updated, terms.expert_loads)
     report = StepReport(
         terms=terms,
         learning_rate=jnp.asarray(schedule(state.step)),

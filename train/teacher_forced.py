@@ -15,17 +15,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.weights import DrafterWeights
 from train.anchors import sample_anchors
 from train.data import TokenDataset, fit_to_length, sequential_batches
+from train.draft_heads import frozen_logits
+from train.drafters import FAMILIES
 from train.features import check_sequences, target_features
 from train.forward import (
     Blocks,
     Sequences,
     block_logits,
     draft_blocks,
-    frozen_logits,
     map_anchors,
     supervised_first,
 )
@@ -129,20 +128,21 @@ def check_supported(target: LoadedTarget, drafter: LoadedDrafter) -> None:
     """
     remedy = "set evaluation.teacher_forced to false"
     check_sequences(target, remedy)
-    if not isinstance(drafter.config, DrafterConfig):
+    if type(drafter.config) not in FAMILIES:
         raise ValueError(
-            "teacher-forced figures need a drafter with a DrafterConfig, this one has a "
+            "teacher-forced figures need a drafter with a "
+            f"{' or a '.join(kind.__name__ for kind in FAMILIES)}, this one has a "
             f"{type(drafter.config).__name__}: {remedy}"
         )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _acceptance_sums(
-    config: DrafterConfig,
+    config: Any,
     target: Any,
     temperature: float,
     num_anchors: int,
-    weights: DrafterWeights,
+    weights: Any,
     target_weights: Any,
     tokens: Int[Array, "B K"],
     loss_mask: Bool[Array, "B K"],
@@ -152,7 +152,7 @@ def _acceptance_sums(
     taps, last_hidden = target_features(target, target_weights, tokens, config.target_layer_ids)
     batch = Sequences(tokens=tokens, loss_mask=loss_mask, taps=taps, last_hidden=last_hidden)
     anchors, keep = sample_anchors(key, loss_mask, num_anchors)
-    blocks = draft_blocks(config, weights, target_weights.embed, batch, anchors, keep)
+    blocks, _ = draft_blocks(config, weights, target_weights.embed, batch, anchors, keep)
     blocks = supervised_first(blocks, 1)
     head = target_weights.head
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,12 @@ from jaxtyping import Array
 
 from dspark_jax.checkpoints.drafter import save_drafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.drafter.config import DrafterConfig
 from train.cached_data import CachedDataset
 from train.checkpointing import Checkpoints
 from train.config import TrainConfig
 from train.data import TokenDataset, fit_to_length, join, shuffled_batches
+from train.drafters import described_drafter, family_of
 from train.feature_cache import FeatureCache
-from train.initialize import drafter_config
 from train.loop import check_batch, leads, newest, run_steps
 from train.mesh import rules_of, training_mesh, weight_shardings, whole
 from train.metrics import MetricsLog
@@ -35,7 +35,8 @@ def run_training(
     """Train until ``config.training.steps`` steps are done, or until SIGTERM or Ctrl-C.
 
     The folder ``config.training.output`` receives the run's record, metrics, checkpoints and,
-    at the end, ``drafter/``: weights in the run's compute dtype, speculators' layout.
+    at the end, ``drafter/``: weights in the run's compute dtype, in speculators' layout, or
+    DeepSeek's for DeepSeek-V4's own drafter.
 
     Returns:
         True when the run is finished; False when a signal stopped it, after saving. ``stop``
@@ -47,7 +48,7 @@ def run_training(
     folder = Path(config.training.output)
     mesh, rules = training_mesh(config.mesh), rules_of(config.mesh)
     check_batch(config.training.batch_size, mesh)
-    drafter = drafter_config(config.drafter, target)
+    drafter = described_drafter(config, target)
     data = load_data(config, target.name, drafter)
     source = config.training.start_from
     existing = None if source is None else existing_weights(source, drafter, target)
@@ -102,7 +103,7 @@ def run_training(
     if done < config.training.steps:
         return False
     dtype = jnp.dtype(config.training.dtype)
-    weights = whole(mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), state.weights))
+    weights = whole(mesh, family_of(drafter).served(state.weights, dtype))
     if leads():
         save_drafter(
             drafter,
@@ -119,9 +120,7 @@ def _note(figures: dict[str, float]) -> str:
     return f"loss {figures['loss']:.3f}  expected length {tau:.2f}"
 
 
-def load_data(
-    config: TrainConfig, target_name: str, drafter: DrafterConfig
-) -> TokenDataset | CachedDataset:
+def load_data(config: TrainConfig, target_name: str, drafter: Any) -> TokenDataset | CachedDataset:
     """The run's documents, cut to length, with enough to learn from.
 
     As in DeepSpec, a document with fewer supervised tokens than two blocks is dropped.
@@ -129,7 +128,7 @@ def load_data(
     Raises:
         ValueError: data or features of another target or of other layers.
     """
-    length, minimum = config.data.sequence_length, 2 * config.drafter.block_size
+    length, minimum = config.data.sequence_length, 2 * drafter.block_size
     if config.data.cache is not None:
         cache = FeatureCache(Path(config.data.cache))
         cache.check_fits(target_name, drafter.target_hidden_size, drafter.target_layer_ids)

@@ -14,6 +14,7 @@ from dspark_jax.models.deepseek_v4.weights import (
     HyperConnection,
     Layer,
     Moe,
+    StreamHead,
 )
 
 
@@ -40,32 +41,32 @@ def deepseek_v4_fields(config: DeepseekV4Config) -> dict[str, Any]:
 
 def deepseek_v4_tensors(weights: DeepseekV4Weights) -> Tensors:
     """The inverse of ``deepseek_v4_weights``."""
-    head = weights.stream_head
     named: Tensors = {
         "embed.weight": weights.embed,
         "norm.weight": weights.norm,
         "head.weight": weights.head,
-        "hc_head_fn": head.fn,
-        "hc_head_base": head.base,
-        "hc_head_scale": head.scale,
+        **named_mixture("hc_head", weights.stream_head),
     }
     for number, layer in enumerate(weights.layers):
-        named |= {f"layers.{number}.{name}": value for name, value in _layer(layer).items()}
+        named |= named_layer(f"layers.{number}.", layer)
     return named
 
 
-def _layer(layer: Layer) -> Tensors:
-    return {
+def named_layer(prefix: str, layer: Layer) -> Tensors:
+    """One decoder layer (or drafter stage)."""
+    named = {
         "attn_norm.weight": layer.attention_norm,
         "ffn_norm.weight": layer.moe_norm,
-        **_hyper_connection("hc_attn", layer.attention_mix),
-        **_hyper_connection("hc_ffn", layer.moe_mix),
+        **named_mixture("hc_attn", layer.attention_mix),
+        **named_mixture("hc_ffn", layer.moe_mix),
         **_attention(layer.attention),
         **_moe(layer.moe),
     }
+    return {prefix + name: value for name, value in named.items()}
 
 
-def _hyper_connection(prefix: str, mix: HyperConnection) -> Tensors:
+def named_mixture(prefix: str, mix: HyperConnection | StreamHead) -> Tensors:
+    """What reads, writes or joins the residual streams."""
     return {f"{prefix}_fn": mix.fn, f"{prefix}_base": mix.base, f"{prefix}_scale": mix.scale}
 
 

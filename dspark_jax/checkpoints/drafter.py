@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import save_file
 
 from dspark_jax.checkpoints.drafter_config import (
@@ -19,6 +20,8 @@ from dspark_jax.checkpoints.drafter_config import (
 )
 from dspark_jax.checkpoints.drafter_deepseek_v4 import (
     deepseek_v4_drafter_config,
+    deepseek_v4_drafter_fields,
+    deepseek_v4_drafter_tensors,
     deepseek_v4_drafter_weights,
 )
 from dspark_jax.checkpoints.drafter_deepspec import (
@@ -36,7 +39,8 @@ from dspark_jax.checkpoints.hub import fetch
 from dspark_jax.checkpoints.resolve import HUB_ID
 from dspark_jax.checkpoints.tensors import READABLE_DTYPES, SafetensorsSource
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.deepseek_v4.config import check_fits_v4
+from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig, check_fits_v4
+from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights
 from dspark_jax.drafter.validate import check_fits
 from dspark_jax.drafter.weights import DrafterWeights
 from dspark_jax.json_file import read_object
@@ -115,41 +119,71 @@ def _load_deepseek(
 
 
 def save_drafter(
-    config: DrafterConfig,
-    weights: DrafterWeights,
+    config: DrafterConfig | DeepseekV4DrafterConfig,
+    weights: DrafterWeights | DeepseekV4DrafterWeights,
     directory: Path | str,
     target: tuple[Any, Any],
     *,
-    dialect: Dialect = "speculators",
+    dialect: Dialect | None = None,
     target_name: str = "",
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` into ``directory``, made if needed.
 
-    DeepSpec's layout stores embedding and head in full; speculators' leaves out what equals
-    the target's. ``target_name`` is the name or path a server loads the target by
-    (speculators only).
+    DeepSpec's layout stores embedding and head in full; speculators', the default, leaves out
+    what equals the target's. A DeepSeek-V4 drafter has one layout alone: DeepSeek's ``mtp.*``
+    tensors, under a config that describes its target too.
+
+    Args:
+        config: of the drafter.
+        weights: in the dtypes that are written.
+        directory: of the checkpoint.
+        target: config and weights of the target.
+        dialect: of a DSpark drafter.
+        target_name: the name or path a server loads the target by (speculators only).
 
     Raises:
         ValueError: a dialect that is not written or cannot express this drafter; weights that
             do not fit ``config``.
     """
+    if isinstance(config, DeepseekV4DrafterConfig):
+        if dialect is not None:
+            raise ValueError(
+                f"dialect {dialect!r} cannot express a DeepSeek-V4 drafter, whose tensors have "
+                "DeepSeek's names: leave dialect out"
+            )
+        check_fits_v4(config, target[0])
+        assert isinstance(weights, DeepseekV4DrafterWeights)
+        raw = deepseek_v4_drafter_fields(config)
+        tensors = deepseek_v4_drafter_tensors(config, weights)
+    else:
+        assert isinstance(weights, DrafterWeights)
+        raw, tensors = _in_dialect(config, weights, target, dialect or "speculators", target_name)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _in_dialect(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    target: tuple[Any, Any],
+    dialect: Dialect,
+    target_name: str,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Config and tensors of a DSpark drafter."""
     target_config, target_weights = target
     check_fits(config, target_config)
     embed = target_config.family.input_embedding(target_weights)
     lm_head = target_config.family.output_embedding(target_weights)
     dtype = weights.fc.dtype.name
     if dialect == "deepspec":
-        raw = deepspec_config(config, dtype)
         tensors = deepspec_tensors(config, weights, embed, lm_head)
-    elif dialect == "speculators":
+        return deepspec_config(config, dtype), tensors
+    if dialect == "speculators":
         raw = speculators_config(config, dtype, target_config, target_name)
-        tensors = speculators_tensors(config, weights, embed, lm_head)
-    else:
-        raise ValueError(f"dialect {dialect!r} is not written; written: deepspec, speculators")
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return raw, speculators_tensors(config, weights, embed, lm_head)
+    raise ValueError(f"dialect {dialect!r} is not written; written: deepspec, speculators")
 
 
 def find_drafter(path_or_name: Path | str) -> Path:

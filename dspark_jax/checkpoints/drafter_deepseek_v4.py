@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dspark_jax.checkpoints.deepseek_v4 import (
     DRAFTER,
     Shapes,
@@ -16,8 +18,13 @@ from dspark_jax.checkpoints.deepseek_v4 import (
     stream_head_shapes,
 )
 from dspark_jax.checkpoints.deepseek_v4_config import deepseek_v4_config
+from dspark_jax.checkpoints.deepseek_v4_named import (
+    deepseek_v4_fields,
+    named_layer,
+    named_mixture,
+)
 from dspark_jax.checkpoints.quantized import STORED_DTYPES
-from dspark_jax.checkpoints.tensors import SafetensorsSource
+from dspark_jax.checkpoints.tensors import SafetensorsSource, check_tensors
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights
 
@@ -97,6 +104,42 @@ def deepseek_v4_drafter_weights(
         markov_w2=tensors.matrix(f"{last}markov_head.markov_w2"),
         confidence=tensors.exact(f"{last}confidence_head.proj.weight")[0],
     )
+
+
+def deepseek_v4_drafter_fields(config: DeepseekV4DrafterConfig) -> dict[str, Any]:
+    """The inverse of ``deepseek_v4_drafter_config``: the target's fields and the drafter's."""
+    return {
+        **deepseek_v4_fields(config.target),
+        "compress_ratios": [*config.target.compress_ratios, *[0] * config.stages],
+        _TAPS: list(config.target_layer_ids),
+        **{stored: getattr(config, name) for name, stored in _FIELDS.items()},
+    }
+
+
+def deepseek_v4_drafter_tensors(
+    config: DeepseekV4DrafterConfig, weights: DeepseekV4DrafterWeights
+) -> dict[str, np.ndarray]:
+    """The inverse of ``deepseek_v4_drafter_weights``: the ``mtp.*`` tensors, in their dtypes.
+
+    Raises:
+        ValueError: weights that do not fit ``config``.
+    """
+    last = f"mtp.{config.stages - 1}."
+    named = {
+        "mtp.0.main_proj.weight": weights.main_proj,
+        "mtp.0.main_norm.weight": weights.main_norm,
+        f"{last}norm.weight": weights.norm,
+        f"{last}markov_head.markov_w1.weight": weights.markov_w1,
+        f"{last}markov_head.markov_w2.weight": weights.markov_w2,
+        f"{last}confidence_head.proj.weight": weights.confidence[None],
+        **named_mixture(f"{last}hc_head", weights.stream_head),
+    }
+    for index, stage in enumerate(weights.stages):
+        named |= named_layer(f"mtp.{index}.", stage)
+    arrays = {name: np.ascontiguousarray(value) for name, value in named.items()}
+    found = {name: value.shape for name, value in arrays.items()}
+    check_tensors(found, drafter_shapes(config), "the drafter's weights")
+    return arrays
 
 
 def drafter_shapes(config: DeepseekV4DrafterConfig) -> Shapes:

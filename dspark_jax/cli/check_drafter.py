@@ -135,12 +135,13 @@ def _training_forward(
     anchors: Int[Array, "B A"],
     keep: Bool[Array, "B A"],
 ) -> tuple[Any, Array, Array, Array | None, Any]:
-    from train.forward import block_logits, draft_blocks, frozen_logits
+    from train.draft_heads import frozen_logits
+    from train.forward import block_logits, draft_blocks
     from train.losses import LossConfig, dspark_loss
 
     assert weights.embed is not None
     assert weights.lm_head is not None
-    blocks = draft_blocks(config, weights, weights.embed, batch, anchors, keep)
+    blocks, _ = draft_blocks(config, weights, weights.embed, batch, anchors, keep)
     logits, confidence = block_logits(config, weights, weights.lm_head, blocks)
     target_logits = frozen_logits(blocks.target_hidden, weights.lm_head)
     terms = dspark_loss(

@@ -13,7 +13,10 @@ from safetensors.numpy import save_file
 
 from dspark_jax.checkpoints.deepseek_v4 import target_shapes
 from dspark_jax.checkpoints.deepseek_v4_named import deepseek_v4_fields
-from dspark_jax.checkpoints.drafter_deepseek_v4 import drafter_shapes
+from dspark_jax.checkpoints.drafter_deepseek_v4 import (
+    deepseek_v4_drafter_fields,
+    drafter_shapes,
+)
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.models.deepseek_rope import Yarn
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
@@ -103,12 +106,4 @@ def save_pair(folder: Path, drafter: DeepseekV4DrafterConfig) -> None:
     tensors[f"{last}markov_head.markov_w2.weight"] = tensors["head.weight"].copy()
     tensors[f"{last}norm.weight"] *= 0.2
     save_file(tensors, folder / "model.safetensors")
-    fields = deepseek_fields(config)
-    fields["compress_ratios"] += [0] * drafter.stages
-    fields |= {
-        "dspark_block_size": drafter.block_size,
-        "dspark_target_layer_ids": list(drafter.target_layer_ids),
-        "dspark_noise_token_id": drafter.mask_token_id,
-        "dspark_markov_rank": drafter.markov_rank,
-    }
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(deepseek_v4_drafter_fields(drafter)))

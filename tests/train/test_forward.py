@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from dspark_jax.drafter import dspark
+from train.draft_heads import frozen_logits
+from train.drafters import training_weights
 from train.forward import (
     block_logits,
     block_rows,
-    cast_backbone,
     draft_blocks,
     drafter_terms,
-    frozen_logits,
     map_anchors,
     supervised_first,
 )
@@ -27,7 +27,7 @@ jitted_logits = jax.jit(block_logits, static_argnums=0)
 
 def blocks_of(recorded):
     tensors = recorded.tensors
-    return jax.jit(draft_blocks, static_argnums=0)(
+    blocks, _ = jax.jit(draft_blocks, static_argnums=0)(
         recorded.config,
         recorded.weights,
         recorded.weights.embed,
@@ -35,6 +35,7 @@ def blocks_of(recorded):
         tensors["anchors"].astype(jnp.int32),
         tensors["block_keep"],
     )
+    return blocks
 
 
 def terms_of(recorded, weights, chunk=2):
@@ -129,7 +130,7 @@ def test_gradients_formed_in_the_forward_pass_are_those_of_plain_differentiation
 
     def plain(weights):
         tensors = recorded.tensors
-        blocks = draft_blocks(
+        blocks, _ = draft_blocks(
             recorded.config,
             weights,
             recorded.weights.embed,
@@ -235,7 +236,7 @@ def test_a_new_and_deep_drafter_has_a_finite_loss_and_gradient_in_bf16(vanilla):
     weights = initial_weights(deep, jax.random.key(0))
 
     def loss(weights):
-        return terms_of(case, cast_backbone(weights, jnp.bfloat16)).loss
+        return terms_of(case, training_weights(deep, weights, jnp.bfloat16)).loss
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(weights)
     assert jnp.isfinite(value)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from train.initialize import initial_weights
-from train.optimizer import MUON_RMS, drafter_optimizer, learning_rate_schedule
+from train.optimizer import MUON_RMS, clipped_optimizer, learning_rate_schedule
 
 
 def test_four_percent_warm_up_then_cosine_to_zero():
@@ -23,7 +23,7 @@ def test_short_runs_have_finite_rates(steps):
 
 
 def test_gradients_are_clipped_and_weights_do_not_decay():
-    optimizer = drafter_optimizer(optax.constant_schedule(0.1))
+    optimizer = clipped_optimizer(optax.constant_schedule(0.1))
     weights = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([7.0])}
     state = optimizer.init(weights)
     big = {"a": jnp.array([300.0, 400.0]), "b": jnp.array([0.0])}
@@ -41,7 +41,7 @@ def test_muon_moves_every_direction_of_a_backbone_matrix_alike_and_leaves_heads_
     gradient = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), weights)
     first = {}
     for name in ("adamw", "muon"):
-        optimizer = drafter_optimizer(optax.constant_schedule(1.0), name)
+        optimizer = clipped_optimizer(optax.constant_schedule(1.0), name)
         update = jax.jit(lambda g, w, one=optimizer: one.update(g, one.init(w), w)[0])
         first[name] = jax.device_get(update(gradient, weights))
     for matrix in (first["muon"].fc, first["muon"].layers[0].kv):

@@ -28,11 +28,11 @@ from train.features import target_features
 from train.initialize import drafter_config
 from train.mesh import MeshSection
 from train.new_target import check_model, new_weights
+from train.optimizer import backbone_matrices
 from train.pretrain import TARGET, run_pretraining
 from train.pretrain_config import PretrainConfig, PretrainingSection, TeacherSection, TextSection
 from train.pretrain_step import (
     balanced,
-    layer_matrices,
     next_token_loss,
     pretrain_step,
     split_tables,
@@ -262,7 +262,7 @@ def test_next_tokens_are_counted_within_documents_alone():
 
 def test_muon_takes_matrices_of_layers_and_leaves_tables_and_mixtures_to_adamw():
     learnt, tables = split_tables(new_weights(V4, 0, "float32"))
-    marks = layer_matrices(learnt)
+    marks = backbone_matrices(learnt)
     assert marks.embed is None
     assert marks.head is None
     first = marks.layers[0]

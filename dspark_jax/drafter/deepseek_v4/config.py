@@ -40,6 +40,11 @@ class DeepseekV4DrafterConfig:
         return self.target.vocab_size
 
     @property
+    def target_hidden_size(self) -> int:
+        """Width of one tap."""
+        return self.target.hidden_size
+
+    @property
     def draft_vocab_size(self) -> int:
         """The target's."""
         return self.target.vocab_size

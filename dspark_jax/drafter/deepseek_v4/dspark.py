@@ -65,17 +65,21 @@ def commit_context(
     end = jnp.zeros(slots, jnp.int32).at[slot].max(position + 1, mode="drop")
     kept = known & (position >= jnp.take(end, slot, mode="fill", fill_value=0) - length)
     ring, offset = locate(context.ring_table, jnp.where(kept, slot, -1), position % length, length)
-    main = rms_norm(
-        linear(taps.astype(weights.main_proj.dtype), weights.main_proj),
-        weights.main_norm,
-        config.target.rms_norm_eps,
-    )
+    main = context_features(config, weights, taps)
     turn = phases(config.target, position, compressed=False)
     rings = []
     for stage, pool in zip(weights.stages, context.rings, strict=True):
         row = project_row(config.target, stage.attention, main, turn)
         rings.append(pool.at[ring, offset].set(row.astype(pool.dtype), mode="drop"))
     return context.replace(rings=tuple(rings))
+
+
+def context_features(
+    config: DeepseekV4DrafterConfig, weights: DeepseekV4DrafterWeights, taps: Float[Array, "*B nD"]
+) -> Float[Array, "*B D"]:
+    """Taps side by side to what every stage makes its context rows of."""
+    projected = linear(taps.astype(weights.main_proj.dtype), weights.main_proj)
+    return rms_norm(projected, weights.main_norm, config.target.rms_norm_eps)
 
 
 def block_hidden(
