@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoints.drafter import load_drafter, save_drafter
-from dspark_jax.checkpoints.resolve import load_target
+from dspark_jax.checkpoints.resolve import LoadedTarget, load_target
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.drafter.deepseek_v4 import dspark
@@ -20,15 +20,17 @@ from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.drafter.validate import DrafterMismatch
 from dspark_jax.testing.deepseek_v4 import save_pair, toy_config
 from train import trainer
-from train.config import DeepseekV4DrafterSection, TrainConfig, from_table
+from train.config import DeepseekV4DrafterSection, TrainConfig, from_table, read_config
 from train.data import supervised_answer
 from train.drafters import described_drafter, family_of, training_weights
 from train.forward import Sequences, block_logits, draft_blocks, drafter_terms
 from train.losses import LossConfig
+from train.pretrain_config import PretrainConfig
 from train.shards import write_manifest, write_shard
 from train.step import TrainState, compiled_part, optimizer_of, train_step
 from train.trainer import DRAFTER, run_training
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = toy_config(num_hidden_layers=1, compress_ratios=(0,))
 CONFIG = DeepseekV4DrafterConfig(MODEL, 4, (-1, 0), 63, 32)
 ONE_STAGE = dataclasses.replace(CONFIG, target_layer_ids=(0,))
@@ -326,6 +328,15 @@ def test_a_dialect_that_cannot_express_it_is_refused(shipped, target, tmp_path):
     pair = target.config, target.weights
     with pytest.raises(ValueError, match="dialect 'deepspec' cannot express a DeepSeek-V4 drafter"):
         save_drafter(shipped.config, shipped.weights, tmp_path, pair, dialect="deepspec")
+
+
+def test_the_shipped_config_fits_the_shipped_target_and_its_data():
+    run = read_config(CONFIGS / "deepseek-v4-small-mtp.toml", TrainConfig)
+    dense = read_config(CONFIGS / "deepseek-v4-small-dspark.toml", TrainConfig)
+    assert (run.target, run.data) == (dense.target, dense.data)
+    model = read_config(CONFIGS / "deepseek-v4-small.toml", PretrainConfig).model
+    drafter = described_drafter(run, LoadedTarget(model, None, None, (), run.target.name))
+    assert drafter.target_layer_ids[-1] == model.num_hidden_layers - 1
 
 
 def test_the_section_describes_what_a_checkpoint_would(target):
