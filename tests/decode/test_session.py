@@ -30,6 +30,7 @@ from dspark_jax.text.stream import TextStream
 
 VOCAB, BLOCK, CONTEXT = 64, 4, 64
 MODES = ("static", "compact", "cap-accept")
+COSTS = no_costs(2, BLOCK)
 
 
 class Letters:
@@ -214,6 +215,27 @@ def test_logprobs_are_those_of_plain_decoding(mode):
         np.testing.assert_allclose(one.logprob, expected.logprob, atol=1e-5)
         assert len(one.top) == 5
         assert one.top[0] == (token_id, one.logprob)  # greedy: the best is the chosen one
+
+
+def test_logprobs_stay_with_their_tokens_where_windows_are_trimmed():
+    """Two requests of which one is trimmed: packed rows are not the rows of full blocks."""
+    model = target(noisy(1))
+    doubtful = drafter(noisy(1) + 0.5 * noisy(2), confidence=1.0)
+    rows = jnp.arange(2 * (BLOCK + 1) + 1, dtype=jnp.float32)
+    costs = COSTS.replace(verify=1 + 0.3 * rows[None], known=jnp.asarray(True))
+    trimming = session(doubtful, target=model, cost_table=costs, buckets=(6, 10))
+    requests = [ask(3, 30, logprobs=3), ask(9, 20, logprobs=3)]
+    plain = session(None, target=model).generate(requests)
+    found = trimming.generate(requests)
+    windows = {window for answer in found for window in answer.windows[2:-2]}
+    assert min(windows) < BLOCK
+    assert max(windows) > 0
+    for one, wanted in zip(found, plain, strict=True):
+        assert one.token_ids == wanted.token_ids
+        assert [row.token_id for row in one.logprobs] == list(one.token_ids)
+        for row, expected in zip(one.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_allclose(row.logprob, expected.logprob, atol=1e-5)
+            assert [token for token, _ in row.top] == [token for token, _ in expected.top]
 
 
 def test_each_request_gets_the_logprobs_it_asked_for(oracle):
@@ -442,9 +464,6 @@ def test_a_request_that_cannot_be_answered_is_refused_before_anything_is_compile
 def test_settings_that_do_not_fit_are_refused_naming_both(options, message):
     with pytest.raises(ValueError, match=message):
         session(**options)
-
-
-COSTS = no_costs(2, BLOCK)
 
 
 @pytest.mark.parametrize(

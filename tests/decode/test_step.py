@@ -380,6 +380,15 @@ def test_a_threshold_of_1_verifies_no_draft():
     assert (state.commits[:, :6] == 1).all()
 
 
+def test_a_window_ends_at_the_first_draft_below_the_threshold_whatever_follows():
+    """Confidences are conditional: the two behind a doubtful draft do not make up for it."""
+    weights, state, tables, config = watched(3.0, threshold=0.5, buckets=(20,), walk_caps=(4,))
+    doubtful = weights.drafter.confidence.at[1].set(-3.0)
+    weights = weights.replace(drafter=weights.drafter.replace(confidence=doubtful))
+    _, outcome = step(weights, state, tables, config=config)
+    assert outcome.window.tolist() == [1, 1, 1, 1]
+
+
 def test_a_policy_beside_a_threshold_is_refused():
     with pytest.raises(ValueError, match=r"policy is 'causal' with threshold 0\.5.*no threshold"):
         executed(0.0, threshold=0.5, policy="causal")

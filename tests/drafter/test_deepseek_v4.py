@@ -129,6 +129,19 @@ def test_a_block_sees_the_last_window_of_committed_rows_and_all_of_itself(target
         np.testing.assert_allclose(found[slot], wanted, atol=1e-4)
 
 
+def test_the_context_of_a_drafter_takes_its_window_however_long_the_text_may_be(drafter):
+    config, window = drafter.config, drafter.config.target.sliding_window
+
+    def rows(capacity):
+        context = jax.eval_shape(lambda: dspark.init_context(config, 2, capacity, jnp.float32))
+        assert {ring.shape[0] for ring in context.rings} == {2}
+        return {ring.shape[1] for ring in context.rings}
+
+    (least,) = rows(64)
+    assert window <= least < 2 * window + 8
+    assert rows(1_000_000) == {least}
+
+
 def test_rows_without_a_slot_are_written_nowhere(drafter):
     context = dspark.init_context(drafter.config, 2, 64, jnp.float32)
     taps = jnp.ones((3, 64))
