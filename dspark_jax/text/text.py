@@ -34,7 +34,7 @@ class Text:
 
         Raises:
             FileNotFoundError: no ``tokenizer.json`` in ``path``.
-            ValueError: a tokenizer or template that cannot be parsed.
+            ValueError: a tokenizer, template or special token that cannot be parsed.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -50,9 +50,12 @@ class Text:
         source = (
             template_file.read_text()
             if template_file.is_file()
-            else _default_template(settings.get("chat_template"))
+            else _default_template(settings.get("chat_template"), settings_file)
         )
-        special = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")}
+        special = {
+            key: _token_text(settings.get(key), key, settings_file)
+            for key in ("bos_token", "eos_token")
+        }
         return cls(tokenizer, None if source is None else ChatTemplate(source, special, folder))
 
     @classmethod
@@ -139,13 +142,25 @@ class Text:
         return self.encode(self.render(messages, thinking=thinking))
 
 
-def _default_template(stored: Any) -> str | None:
+def _default_template(stored: Any, where: Path) -> str | None:
     """A template stored as a string, or as a list of named ones (then the one named default)."""
+    found = stored
     if isinstance(stored, list):
-        return next((entry["template"] for entry in stored if entry["name"] == "default"), None)
-    return stored
+        named = (one for one in stored if isinstance(one, dict) and one.get("name") == "default")
+        found = next(named, {}).get("template")
+    if found is not None and not isinstance(found, str):
+        raise ValueError(
+            f"{where}: chat_template is {stored!r}; wanted a string, or a list of objects with "
+            "name and template"
+        )
+    return found
 
 
-def _token_text(stored: Any) -> str:
+def _token_text(stored: Any, key: str, where: Path) -> str:
     """A special token stored as a string, as a record, or not at all."""
-    return stored.get("content", "") if isinstance(stored, dict) else stored or ""
+    found = stored.get("content") if isinstance(stored, dict) else stored
+    if found is not None and not isinstance(found, str):
+        raise ValueError(
+            f"{where}: {key} is {stored!r}; wanted a string, or an object whose content is one"
+        )
+    return found or ""

@@ -157,6 +157,26 @@ def test_broken_files_are_named(tmp_path):
         Text.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"chat_template": 5}, "chat_template is 5; wanted a string, or a list"),
+        ({"chat_template": {"a": 1}}, "chat_template is {'a': 1}; wanted a string"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template is .*; wanted"),
+        ({"eos_token": 2}, "eos_token is 2; wanted a string, or an object"),
+        ({"bos_token": {"content": [1]}}, r"bos_token is {'content': \[1\]}; wanted a string"),
+    ],
+)
+def test_a_setting_of_a_tokenizer_that_is_no_text_is_named(tmp_path, settings, says):
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {says}"):
+        Text.from_folder(write_folder(tmp_path, **settings))
+
+
+def test_a_list_of_templates_without_a_default_is_no_template(tmp_path):
+    stored = [{"name": "tools", "template": "x"}, {"name": [], "template": "y"}, "z"]
+    assert not Text.from_folder(write_folder(tmp_path, chat_template=stored)).has_template
+
+
 def test_bytes_that_were_no_utf8_are_refused():
     with pytest.raises(ValueError, match=r"has '.udcff' at position 2; wanted valid Unicode"):
         TEXT.encode("ab" + b"\xff".decode(errors="surrogateescape"))
