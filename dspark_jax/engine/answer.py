@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from dspark_jax.decode.request import Completion, FinishReason, Service, TokenLogprob
 from dspark_jax.decode.run import cut_commits
+from dspark_jax.decode.step import Outcome
 from dspark_jax.decode.stops import find_stop
 from dspark_jax.engine.sequence import Sequence
 from dspark_jax.text.text import Text
@@ -16,16 +15,12 @@ Ending = tuple[list[int], str | None, FinishReason]
 """Tokens of an answer, its text, and why it ended."""
 
 
-def absorb_logprobs(sequence: Sequence, logprobs: Any, count: np.ndarray, lane: int) -> None:
-    """Take over what one lane of a dispatch brought, if it was asked for.
-
-    Args:
-        logprobs: ``[n, L, ...]`` of the steps' outcomes; None unless anybody asked.
-        count: ``[n]`` tokens of the lane.
-    """
-    wanted = sequence.job.params.logprobs
+def absorb_logprobs(sequence: Sequence, outcome: Outcome, lane: int) -> None:
+    """Take over those of one lane of a dispatch's outcomes, if they were asked for."""
+    wanted, logprobs = sequence.job.params.logprobs, outcome.logprobs
     if wanted is None or logprobs is None:
         return
+    count = np.asarray(outcome.count)[:, lane]
     for step in np.flatnonzero(count):
         parts = (logprobs.chosen, logprobs.top_ids, logprobs.top_values)
         chosen, ids, values = (part[step, lane, : count[step]].tolist() for part in parts)

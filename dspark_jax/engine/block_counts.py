@@ -69,11 +69,15 @@ class BlockCounts:
     def _drafts(self) -> tuple[np.ndarray, ...]:
         """Of each of these kinds: drafts proposed, committed, and cut though accepted."""
         _, commits, window, judged = self._kinds()
-        committed = np.minimum(judged, window)
-        # What lies behind an accepted stop was verified, and says nothing.
-        stopped = commits <= committed
-        return (
-            np.where(stopped, commits, window),
-            np.where(stopped, commits, committed),
-            np.where(stopped, 0, np.maximum(judged - window, 0)),
-        )
+        proposed, accepted = drafts(commits, window, judged)
+        cut = np.maximum(judged - window, 0)
+        return proposed, accepted, np.where(commits > accepted, cut, 0)
+
+
+def drafts(commits: np.ndarray, window: np.ndarray, judged: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Drafts proposed and accepted by blocks that verification accepted ``judged`` of.
+
+    What lies behind an accepted stop was verified, and says nothing.
+    """
+    accepted = np.minimum(np.minimum(judged, window), commits)
+    return np.where(commits > accepted, window, commits), accepted

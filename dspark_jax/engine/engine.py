@@ -128,8 +128,18 @@ class Engine:
         self._choice = None
         if shaped:
             self._choice = ShapeChoice(config.max_requests, step)
+        self._scheduler = Scheduler(
+            pool,
+            slots=config.max_requests,
+            width=step.width,
+            pieces=pieces,
+            prompt_width=config.prompt_width,
+            steps=config.dispatch_steps(),
+            prefix_reuse=reuse,
+        )
         self._programs = Programs(
             weights=Weights(target.weights, None if drafter is None else drafter.weights),
+            roster=self._scheduler.roster,
             config=step,
             stepping=stepping,
             tables=tables,
@@ -143,15 +153,6 @@ class Engine:
             steps=config.dispatch_steps(),
             context=self.context,
             dtype=cache_dtype(target),
-        )
-        self._scheduler = Scheduler(
-            pool,
-            slots=config.max_requests,
-            width=step.width,
-            pieces=pieces,
-            prompt_width=config.prompt_width,
-            steps=config.dispatch_steps(),
-            prefix_reuse=reuse,
         )
         self._correction = None
         if config.correct_costs and step.mode == "compact" and step.threshold is None:
@@ -332,7 +333,7 @@ class Engine:
             plan = self._scheduler.plan()
             if plan is not None:
                 sent = clock()
-                flight = self._programs.dispatch(plan, self._scheduler.roster)
+                flight = self._programs.dispatch(plan)
                 flight.sent = sent
                 for sequence in (*plan.starting, *(piece.sequence for piece in plan.pieces)):
                     self._metrics.joined(sequence, sent)
@@ -362,31 +363,29 @@ class Engine:
         here = roster.here(flight.slots, flight.requests)
         slots, lanes, requests = flight.slots[here], flight.lanes[here], flight.requests[here]
         begun = roster.steps[slots] > 0
-        count = np.asarray(outcome.count)
-        brought = (outcome.tokens, outcome.window, outcome.accepted, count)
-        roster.extend(slots, *(np.asarray(one)[:, lanes] for one in brought))
+        brought = (outcome.tokens, outcome.window, outcome.accepted, outcome.count)
+        roster.extend(slots, lanes, *map(np.asarray, brought))
         roster.in_flight[slots] -= flight.plan.steps
         if expected is not None:
             roster.expect(slots, expected[lanes])
+        self._scheduler.remember(slots)
         finish = np.asarray(report.finish)[-1, lanes]
-        changed = ~begun | (finish != RUNNING) | roster.watched[slots]
-        changed |= self._scheduler.filled(slots)
-        for sequence, lane, end in [
-            (roster.sequences[slots[index]], int(lanes[index]), int(finish[index]))
-            for index in np.flatnonzero(changed)
-        ]:
-            assert sequence is not None, "it has not left its slot"
+        changed = np.flatnonzero(~begun | (finish != RUNNING) | roster.watched[slots]).tolist()
+        # a callback may empty slots
+        sequences = [roster.sequences[slots[index]] for index in changed]
+        for index, sequence in zip(changed, sequences, strict=True):
+            assert sequence is not None, "it had not left its slot"
             if sequence.stage is Stage.DONE:
-                continue  # a callback of another has aborted it
+                continue
             if sequence.first_token is None and sequence.steps:
                 sequence.first_token = self._metrics.clock()
-            absorb_logprobs(sequence, outcome.logprobs, count[:, lane], lane)
-            reason = None if end == RUNNING else FINISH[end]
-            found, completion = ending(sequence, self.target.text, reason), None
-            self._scheduler.remember(sequence)
+            if outcome.logprobs is not None:
+                absorb_logprobs(sequence, outcome, int(lanes[index]))
+            end = int(finish[index])
+            found = ending(sequence, self.target.text, None if end == RUNNING else FINISH[end])
+            completion = None
             if found is not None:
-                completion = self._end(sequence, found)
-                self._unclaimed[sequence.arrival] = completion
+                completion = self._unclaimed[sequence.arrival] = self._end(sequence, found)
             try:
                 show(sequence, completion)
             except BaseException as failure:  # which must not cost others their tokens

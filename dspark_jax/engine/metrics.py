@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import time
 from collections import Counter
@@ -14,8 +15,7 @@ from dspark_jax.calibration.live import LiveCalibration
 from dspark_jax.calibration.online import DECAY
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import FinishReason, Service
-from dspark_jax.engine.block_counts import BlockCounts
-from dspark_jax.engine.contexts import between
+from dspark_jax.engine.block_counts import BlockCounts, drafts
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure, Histogram
 from dspark_jax.engine.lanes import Report
@@ -97,28 +97,30 @@ class Metrics:
         Returns:
             ``[L]`` accepted drafts that were expected of its windows; None without confidences.
         """
-        expected = None
         outcome, decision, sums = report.outcome, report.outcome.decision, self._sums
-        count, window = np.asarray(outcome.count), np.asarray(outcome.window)
-        judged, live = np.asarray(outcome.accepted), count > 0
-        self._blocks.add(live, count, window, judged)
+        blocks = [np.asarray(one) for one in (outcome.count, outcome.window, outcome.accepted)]
+        count, window, _ = blocks
+        live = count > 0
+        self._blocks.add(live, *blocks)
         if outcome.bounds is not None:
             for name in ("blocks", "low", "high"):
                 sums[f"bounded_{name}"] += getattr(outcome.bounds, name).sum().item()
-        depth = np.zeros(len(count), np.int32) if decision is None else np.asarray(decision.depth)
         users = live.sum(axis=1)
+        verified = users + (window * live).sum(axis=1)
+        depth = np.zeros(len(count), np.int32) if decision is None else np.asarray(decision.depth)
         sums["steps"] += len(count)
-        sums["drafted_blocks"] += int(users[depth > 0].sum())
-        taken = users > 0  # other steps read prompts and nothing else
-        if self._config.drafts:
-            sums["skips"] += int(taken[depth == 0].sum())
+        for requests, walked in zip(users.tolist(), depth.tolist(), strict=True):
+            sums["drafted_blocks"] += requests if walked else 0
+            # a step without requests reads prompts and nothing else
+            sums["skips"] += bool(requests and not walked and self._config.drafts)
+        expected = None
         if decision is not None:
-            self._budgets.add(np.asarray(decision.budget)[taken])
+            self._budgets.add(np.asarray(decision.budget)[users > 0])
             if decision.confidence is not None:
-                expected = self._believe(decision.confidence, live, count, window, judged)
+                expected = self._believe(decision.confidence, *blocks)
         # live cache rows of everyone who decodes, before each step
-        contexts = ((rows + np.cumsum(count, axis=0) - count) * live).sum(axis=1)
-        verified, begin = users + (window * live).sum(axis=1), 0
+        contexts = ((rows + count.cumsum(axis=0) - count) * live).sum(axis=1)
+        begin = 0
         for leg in flight.legs:
             assert leg.ended is not None, "a dispatch is read before it is counted"
             seconds = leg.ended - max(flight.sent, self._read_at)
@@ -153,29 +155,21 @@ class Metrics:
                 self._first.add(service.first_token_seconds)
         return service
 
-    def _believe(
-        self, confidence: Any, live: Any, count: Any, window: Any, judged: Any
-    ) -> np.ndarray:
+    def _believe(self, confidence: Any, *blocks: np.ndarray) -> np.ndarray:
         """Compare survivals with what happened; drafts expected to be accepted by lane."""
-        committed = np.minimum(judged, window)
-        stopped = count <= committed
-        proposed = np.where(stopped, count, window) * live
-        accepted = np.where(stopped, count, committed) * live
-        # a position after the other: what is added up lies side by side
-        survival = np.array(np.moveaxis(confidence, -1, 0), np.float32, order="C")
-        survival[np.isnan(survival)] = 0.0
-        expected = np.zeros(proposed.shape, np.float32)
-        for position, column in enumerate(survival):
-            if position:
-                column *= survival[position - 1]
-            expected += column * (position < proposed)
+        proposed, accepted = drafts(*blocks)
+        # A position after the other: what is added up lies side by side. Not walked is NaN.
+        survival = np.fmax(np.asarray(confidence).transpose(2, 0, 1), 0.0, order="C")
+        survival = survival.cumprod(axis=0)
+        position = np.arange(len(survival))[:, None, None]
+        expected = (survival * (position < proposed)).sum(axis=0)
         self._sums["expected"] += float(expected.sum(dtype=np.float64))
-        stride = -(-live.size // MOST_BLOCKS)
+        stride = -(-proposed.size // MOST_BLOCKS)
         self._calibration.observe(
             survival.reshape(len(survival), -1)[:, ::stride].T,
             proposed.ravel()[::stride],
             accepted.ravel()[::stride],
-            steps=len(live),
+            steps=len(proposed),
         )
         return expected.sum(axis=0)
 
@@ -197,31 +191,37 @@ class Metrics:
         if mode == "cap-accept":
             rows = users * width
         if mode != "compact":
-            bucket = np.full_like(rows, batch * width)
+            bucket = [batch * width] * len(rows)
         elif leg.shape is not None:
-            bucket = np.full_like(rows, leg.shape.rows)
+            bucket = [leg.shape.rows] * len(rows)
         else:
-            bucket = np.asarray(buckets)[np.searchsorted(buckets, rows)]
-        for size in bucket[rows > 0].tolist():
-            self._buckets[str(size)] += 1
-        sums["rows"] += int(rows.sum())
-        sums["bucket_rows"] += int(bucket[rows > 0].sum())
-        self._step_seconds.add(seconds, times=len(rows))
+            bucket = [buckets[bisect.bisect_left(buckets, size)] for size in rows.tolist()]
+        sizes = rows.tolist() if mode == "compact" and leg.shape is None else bucket
+        self._step_seconds.add(seconds, times=len(bucket))
+        for size, used in zip(bucket, rows.tolist(), strict=True):
+            if used:
+                self._buckets[str(size)] += 1
+                sums["rows"] += used
+                sums["bucket_rows"] += size
         if not tables.known or seconds <= 0:
             return
-        sizes = rows if mode == "compact" and leg.shape is None else bucket
-        verify = between(tables.contexts, contexts, tables.verify[:, sizes])
-        draft = between(tables.contexts, contexts, tables.draft[:, [batch] * len(rows)])
-        draft = np.where(depth > 0, draft * tables.walk[depth - 1], 0.0)
-        predicted = verify + draft
-        sums["predicted_steps"] += len(rows)
-        sums["predicted_seconds"] += float(predicted.sum())
-        sums["measured_seconds"] += seconds * len(rows)
-        sums["relative_error"] += float(np.abs(predicted - seconds).sum()) / seconds
+        verify, draft = np.zeros(len(buckets)), 0.0
+        for size, ran, walked, context in zip(
+            sizes, bucket, depth.tolist(), contexts.tolist(), strict=True
+        ):
+            predicted = float(np.interp(context, tables.contexts, tables.verify[:, size]))
+            verify[buckets.index(ran)] += predicted
+            if walked:
+                drafted = np.interp(context, tables.contexts, tables.draft[:, batch])
+                draft += float(drafted * tables.walk[walked - 1])
+                predicted += float(drafted * tables.walk[walked - 1])
+            sums["predicted_seconds"] += predicted
+            sums["relative_error"] += abs(predicted - seconds) / seconds
+        sums["predicted_steps"] += len(bucket)
+        sums["measured_seconds"] += seconds * len(bucket)
         if self._correction is not None and exact:
-            by_bucket = np.bincount(np.searchsorted(buckets, bucket), verify, len(buckets))
             program = batch, leg.pieces
-            self._correction.observe(program, by_bucket, float(draft.sum()), seconds * len(rows))
+            self._correction.observe(program, verify, draft, seconds * len(bucket))
 
     def figures(self) -> list[Figure]:
         """Everything, as it stands."""

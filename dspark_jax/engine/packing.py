@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-Layout = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
+WORDS = frozenset(map(np.dtype, (np.bool_, np.int32, np.uint32, np.float32)))
+"""What is packed."""
+
+Layout = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 """Structure of the tree; shape and dtype of each of its arrays, in order."""
 
 
@@ -34,9 +37,9 @@ def pack(tree: Any) -> Packed:
     """
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
-        if leaf.dtype not in (np.bool_, np.int32, np.uint32, np.float32):
+        if leaf.dtype not in WORDS:
             raise TypeError(f"an array has dtype {leaf.dtype}; wanted bool or one of 32 bits")
-    layout = structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+    layout = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     if all(isinstance(leaf, np.ndarray) for leaf in leaves):
         words: Any = [
             (leaf.astype(np.int32) if leaf.dtype == np.bool_ else leaf.view(np.int32)).ravel()
@@ -56,13 +59,13 @@ def unpack(packed: Packed) -> Any:
     """The tree again: on the host views of the words, where they are NumPy's."""
     structure, arrays = packed.layout
     begin, leaves = 0, []
-    for shape, name in arrays:
+    for shape, dtype in arrays:
         words = packed.words[begin : begin + math.prod(shape)].reshape(shape)
         begin += math.prod(shape)
-        if name == "bool":
+        if dtype == np.bool_:
             leaves.append(words != 0)
         elif isinstance(words, np.ndarray):
-            leaves.append(words.view(name))
+            leaves.append(words.view(dtype))
         else:
-            leaves.append(jax.lax.bitcast_convert_type(words, jnp.dtype(name)))
+            leaves.append(jax.lax.bitcast_convert_type(words, dtype))
     return jax.tree.unflatten(structure, leaves)

@@ -125,7 +125,10 @@ class Flight:
         """Its outcomes on the host, waiting for them if they are not there yet."""
         if self.legs[-1].ended is None:
             self.wait(clock)
-        reports = [unpack(one) for one in jax.device_get(self.launched.result())]
+        packed = self.launched.result()
+        words = jax.device_get([one.words for one in packed])
+        layouts = [one.layout for one in packed]
+        reports = [unpack(Packed(*one)) for one in zip(words, layouts, strict=True)]
         if len(reports) == 1:
             return reports[0]
         return jax.tree.map(lambda *legs: np.concatenate(legs), *reports)
@@ -141,6 +144,7 @@ class Programs:
 
     Attributes:
         weights: of the pair.
+        roster: who has which slot.
         config: the step, without what depends on requests or tier.
         stepping: a step as it is taken by so many lanes.
         tables: costs of a step of so many lanes that carries so many rows of prompts.
@@ -157,6 +161,7 @@ class Programs:
     """
 
     weights: Weights
+    roster: Roster
     config: StepConfig
     stepping: Callable[[StepConfig, int], StepConfig]
     tables: Callable[[int, int], CostTables]
@@ -182,6 +187,8 @@ class Programs:
             stop_width=MAX_STOP_IDS,
         )
         self._variants: list[StepConfig] = []
+        self._steps: dict[tuple[StepConfig, int, Shape | None], StepConfig] = {}
+        self._chosen: dict[tuple[int, ...], StepConfig] = {}
         self._lanes: tuple[Packed, Packed] | None = None
 
     @property
@@ -226,6 +233,7 @@ class Programs:
         config = variant(self.config, params)
         if config not in self._variants:
             self._variants.append(config)
+            self._chosen.clear()
         tiers = [
             (batch, columns, pieces, shape)
             for batch in self.batches
@@ -253,15 +261,19 @@ class Programs:
         self._launcher.submit(compile_and_run).result()
         self._lanes = None
 
-    def dispatch(self, plan: Plan, roster: Roster) -> Flight:
+    def dispatch(self, plan: Plan) -> Flight:
         """Have a plan launched on the device and return at once."""
-        everyone = plan.sequences
+        roster, everyone = self.roster, plan.sequences
         slots = slots_of(everyone)
-        config = self._covering([one.job.params for one in everyone])
+        needs = tuple(roster.needs[slots].max(axis=0).tolist())
+        if needs not in self._chosen:
+            self._chosen[needs] = self._covering([one.job.params for one in everyone])
+        config = self._chosen[needs]
         batch = _tier(self.batches, len(everyone))
         columns = _tier(self.columns, int(roster.pages[slots].max()))
         lanes = slots if batch == self.slots else np.arange(len(slots))
-        lane_of = dict(zip(slots.tolist(), lanes.tolist(), strict=True))
+        lane_of = np.zeros(self.slots, np.int32)
+        lane_of[slots] = lanes
         placed = _placed(lanes, slots, roster.table[slots, :columns], batch, self.slots)
         pieces = [(piece, lane_of[piece.sequence.slot]) for piece in plan.pieces]
         if self.choice is not None:
@@ -275,7 +287,7 @@ class Programs:
             shape = self._shape(slots[:decoding], batch, room, len(everyone) - decoding)
             decodes: Any = np.zeros(batch, bool)
             decodes[lanes[:decoding]] = True
-            own = dataclasses.replace(placed, decoding=decodes)
+            own = Lanes(placed.slots, decodes, placed.table)
             call = self._call(config, own, pieces if room else [], room, shape)
             groups = [self._starting(one) for one in itertools.batched(starting, self._group)]
             legs.append(Leg(steps, room, shape))
@@ -350,14 +362,17 @@ class Programs:
     ) -> Call:
         """A launch: a step with room for ``count`` pieces of prompts, or ``steps`` without."""
         batch = placed.decoding.shape[0]
-        if shape is None:
-            config = self.stepping(config, batch)
-        else:
-            config = dataclasses.replace(config, shape=shape, walk_caps=())
+        key = config, batch, shape
+        if key not in self._steps:
+            self._steps[key] = (
+                self.stepping(config, batch)
+                if shape is None
+                else dataclasses.replace(config, shape=shape, walk_caps=())
+            )
         tables, lanes = self._priced[batch, count], self._on_device(placed)
         rows = jax.device_put(pack(self._rows(pieces, count, batch))) if count else None
         steps = 1 if count else self.steps
-        return _run, tables, lanes, rows, {"config": config, "steps": steps}
+        return _run, tables, lanes, rows, {"config": self._steps[key], "steps": steps}
 
     def _on_device(self, placed: Lanes) -> Packed:
         """The same, copied only if it differs from what the last dispatch had."""
@@ -380,12 +395,12 @@ class Programs:
 
     def _starting(self, sequences: Sequence[Text]) -> Packed:
         """Prefilled sequences that begin to decode; what they emitted before counts as emitted."""
-        size = self._group
+        size, slots, roster = self._group, slots_of(sequences), self.roster
         asked = [one.job.admission(one.slot) for one in sequences]
 
-        def column(values: list, dtype: Any, padding: Any = 0) -> Any:
+        def column(values: Any, dtype: Any, padding: Any = 0) -> Any:
             padded = np.full(size, padding, dtype)
-            padded[: len(values)] = values
+            padded[: len(asked)] = values
             return padded
 
         def asked_for(name: str, dtype: Any) -> Any:
@@ -395,11 +410,13 @@ class Programs:
         for row, admission in enumerate(asked):
             stop_ids[row, : len(admission.stop_ids)] = admission.stop_ids
         starting = Starting(
-            slots=column([one.slot for one in sequences], np.int32, self.slots),
-            anchor=column([one.text(one.rows, one.rows + 1)[0] for one in sequences], np.int32),
-            rows=column([one.rows for one in sequences], np.int32),
-            steps=column([one.steps for one in sequences], np.int32),
-            emitted=column([one.rows + 1 - one.prompt_rows for one in sequences], np.int32),
+            slots=column(slots, np.int32, self.slots),
+            anchor=column(roster.texts[slots, roster.rows[slots]], np.int32),
+            rows=column(roster.rows[slots], np.int32),
+            steps=column(roster.steps[slots], np.int32),
+            emitted=column(
+                roster.rows[slots] + 1 - [one.prompt_rows for one in sequences], np.int32
+            ),
             seeds=asked_for("seed", np.uint32),
             requests=Requests(
                 temperature=asked_for("temperature", np.float32),
@@ -407,7 +424,7 @@ class Programs:
                 top_p=asked_for("top_p", np.float32),
                 seed=np.zeros((size, 2), np.uint32),  # pyright: ignore[reportArgumentType]
                 max_new_tokens=asked_for("max_new_tokens", np.int32),
-                context=column([self.context] * len(asked), np.int32),
+                context=column(self.context, np.int32),
                 stop_ids=stop_ids,
             ),
         )

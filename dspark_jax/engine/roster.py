@@ -33,8 +33,10 @@ class Roster:
         pages: ``[S]`` how many.
         remembered: ``[S]`` how many of them the store has been told of.
         steps: ``[S]`` steps so far.
-        records: ``[S, N, 3]`` window, accepted drafts and commits of each step.
+        records: ``[3, S, N]`` window, accepted drafts and commits of each step.
         expected: ``[S]`` accepted drafts expected of all windows, summed survivals; NaN without.
+        decoding: ``[S]`` whether they decode.
+        needs: ``[S, 3]`` what a step must be able to do for them: to sample, to filter, logprobs.
         watched: ``[S]`` whether every dispatch is looked at: stop strings, streams, logprobs.
     """
 
@@ -47,9 +49,10 @@ class Roster:
             (6, slots), np.int64
         )
         self.table = np.full((slots, pool.columns), -1, np.int32)
-        self.records = np.zeros((slots, longest, 3), np.int16)
+        self.records = np.zeros((3, slots, longest), np.int16)
         self.expected = np.full(slots, np.nan)
-        self.watched = np.zeros(slots, bool)
+        self.decoding, self.watched = np.zeros((2, slots), bool)
+        self.needs = np.zeros((slots, 3), np.int64)
 
     def seat(self, sequence: Sequence, slot: int) -> None:
         """The sequence takes a free slot."""
@@ -59,10 +62,12 @@ class Roster:
         self.rows[slot], self.most[slot] = sequence.rows, sequence.most
         for counts in (self.in_flight, self.pages, self.remembered, self.steps):
             counts[slot] = 0
-        self.expected[slot] = np.nan
-        job = sequence.job
-        watched = job.params.stop or job.stream is not None or job.params.logprobs is not None
-        self.watched[slot] = bool(watched)
+        self.expected[slot], self.decoding[slot] = np.nan, False
+        params, stream = sequence.job.params, sequence.job.stream
+        logprobs = -1 if params.logprobs is None else params.logprobs
+        filtered = params.top_k > 0 or params.top_p < 1
+        self.needs[slot] = params.temperature > 0, params.temperature > 0 and filtered, logprobs
+        self.watched[slot] = bool(params.stop) or stream is not None or logprobs >= 0
         sequence.roster, sequence.slot = self, slot
 
     def free(self, sequence: Sequence) -> None:
@@ -71,42 +76,55 @@ class Roster:
         self.request[sequence.slot] = -1
         sequence.roster, sequence.slot = None, -1
 
+    def order(self) -> Int[np.ndarray, "n"]:
+        """Slots that decode, the oldest request first."""
+        (slots,) = self.decoding.nonzero()
+        return slots[self.request[slots].argsort()]
+
     def room(self, slots: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
         """Tokens that they may still emit, of what the host knows."""
         return self.most[slots] - self.rows[slots]
 
-    def give(self, slots: Int[np.ndarray, "n"], counts: Any, pages: Many[int]) -> None:
-        """``counts`` more pages for each of ``slots``, of ``pages`` in order."""
-        counts = np.broadcast_to(counts, slots.shape)
-        self.table[_places(slots, self.pages[slots], counts)] = pages
-        self.pages[slots] += counts
+    def own(self, slot: int, pages: list[int]) -> None:
+        """The slot's pages are these, of which nobody else knows."""
+        self.table[slot, : len(pages)] = pages
+        self.table[slot, len(pages) :] = -1
+        self.pages[slot], self.remembered[slot] = len(pages), 0
 
-    def take_pages(self, slot: int) -> list[int]:
-        """The slot's pages, which it has no longer."""
-        pages = self.table[slot, : self.pages[slot]].tolist()
-        self.table[slot] = -1
-        self.pages[slot] = self.remembered[slot] = 0
-        return pages
+    def give(
+        self, slots: Int[np.ndarray, "n"], counts: Int[np.ndarray, "n"], pages: list[int]
+    ) -> None:
+        """``counts`` more pages for each of ``slots``, of ``pages`` in order."""
+        first = counts.cumsum() - counts
+        column = (self.pages[slots] - first).repeat(counts) + np.arange(len(pages))
+        self.table[slots.repeat(counts), column] = pages
+        self.pages[slots] += counts
 
     def extend(
         self,
-        slots: Int[np.ndarray, "L"],
+        slots: Int[np.ndarray, "N"],
+        lanes: Int[np.ndarray, "N"],
         tokens: Int[np.ndarray, "n L W"],
         window: Int[np.ndarray, "n L"],
         accepted: Int[np.ndarray, "n L"],
         count: Int[np.ndarray, "n L"],
     ) -> None:
-        """Take over what n steps did to the requests in ``slots``, in this order."""
-        count = count.T
+        """Take over what n steps did to the requests in ``slots``, which had these ``lanes``."""
+        slot, theirs = np.zeros((2, count.shape[1]), np.int64)
+        slot[lanes], theirs[lanes] = slots, 1
+        count = count * theirs
         # a lane joins after the step that reads its prompt, and leaves where it ends
         taken = count > 0
-        steps, emitted = taken.sum(axis=1), count.sum(axis=1)
-        record = np.stack([window.T[taken], accepted.T[taken], count[taken]], axis=-1)
-        self.records[_places(slots, self.steps[slots], steps)] = record
-        real = np.arange(tokens.shape[-1]) < count[..., None]
-        self.texts[_places(slots, self.rows[slots] + 1, emitted)] = np.swapaxes(tokens, 0, 1)[real]
-        self.steps[slots] += steps
-        self.rows[slots] += emitted
+        begin = slot * self.texts.shape[1]
+        step = (begin + self.steps[slot] + taken.cumsum(axis=0) - 1)[taken]
+        for record, values in zip(self.records, (window, accepted, count), strict=True):
+            record.reshape(-1)[step] = values[taken]
+        last = begin + self.rows[slot] + count.cumsum(axis=0)
+        place = np.arange(tokens.shape[-1])
+        real = place < count[..., None]
+        self.texts.reshape(-1)[((last - count + 1)[..., None] + place)[real]] = tokens[real]
+        self.steps[slots] += taken.sum(axis=0)[lanes]
+        self.rows[slots] += count.sum(axis=0)[lanes]
 
     def expect(self, slots: Int[np.ndarray, "L"], accepted: Any) -> None:
         """So many more drafts were expected to be accepted."""
@@ -122,9 +140,3 @@ class Roster:
 def slots_of(sequences: Many[Sequence]) -> Int[np.ndarray, "n"]:
     """Their slots."""
     return np.fromiter(map(attrgetter("slot"), sequences), np.intp, len(sequences))
-
-
-def _places(slots: np.ndarray, begin: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Row and column of ``counts`` places in a row from ``begin`` on, one slot after another."""
-    first = np.cumsum(counts) - counts
-    return np.repeat(slots, counts), np.repeat(begin - first, counts) + np.arange(counts.sum())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 from operator import attrgetter
 
 import numpy as np
@@ -71,6 +70,8 @@ class Scheduler:
 
     Attributes:
         roster: who has which slot.
+        waiting, running: by arrival.
+        reading: those that run whose prompts have not been read yet.
         preemptions: how often a request lost its pages.
         sought_rows: rows of joining requests, looked for in known pages.
         reused_rows: rows that were found there instead of computed.
@@ -91,6 +92,7 @@ class Scheduler:
         self.roster = Roster(slots, pool)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.reading: list[Sequence] = []
         self.preemptions = 0
         self.sought_rows = 0
         self.reused_rows = 0
@@ -110,31 +112,23 @@ class Scheduler:
         """The next dispatch; None when there is nothing to run before something is read."""
         if not self._make_room():
             self._join()
-        reading = self._reading()
-        starting = [s for s in reading if s.prefilled == s.rows]
-        for sequence in starting:
-            sequence.stage = Stage.DECODING
-        reading = [s for s in reading if s.stage is Stage.PREFILLING]
-        decoding = self._decoding()
+        starting = [s for s in self.reading if s.prefilled == s.rows]
+        self._decode(starting)
         # A step emits a token at least: whoever has as many in flight as room will have ended.
-        slots = slots_of(decoding)
-        going = self.roster.in_flight[slots] < self.roster.room(slots)
-        decoding = list(itertools.compress(decoding, going.tolist()))
-        pieces = self._next_pieces(reading)
-        if not decoding and not pieces:
+        slots = self.roster.order()
+        slots = slots[self.roster.in_flight[slots] < self.roster.room(slots)]
+        pieces = self._next_pieces()
+        if not len(slots) and not pieces:
             return None
-        late = [s for s in reading if s.prefilled == s.rows]
+        late = [s for s in self.reading if s.prefilled == s.rows]
         steps = self._steps + bool(pieces)
-        nobody = not decoding and not late
-        if (
-            nobody
-            or self._unread(reading) >= self._pieces
-            or not self._grow(slots_of([*decoding, *late]), steps)
-        ):
-            late, steps = [], 1
-        for sequence in late:
-            sequence.stage = Stage.DECODING
-        self.roster.in_flight[slots_of([*decoding, *late])] += steps
+        nobody = not len(slots) and not late
+        everyone = np.concatenate([slots, slots_of(late)])
+        if nobody or self._unread() >= self._pieces or not self._grow(everyone, steps):
+            late, everyone, steps = [], slots, 1
+        self._decode(late)
+        self.roster.in_flight[everyone] += steps
+        decoding = [self.roster.sequences[slot] for slot in slots.tolist()]
         return Plan(starting, decoding, pieces, late, steps)
 
     def leave(self, sequence: Sequence) -> None:
@@ -147,54 +141,56 @@ class Scheduler:
             self._free_slots.append(sequence.slot)
             self.roster.free(sequence)
 
-    def filled(self, slots: np.ndarray) -> np.ndarray:
-        """Who of these has full pages that are not known yet."""
+    def remember(self, slots: np.ndarray) -> None:
+        """Full pages of these are known from now on."""
         full = self.roster.rows[slots] // self._page_size > self.roster.remembered[slots]
-        return full & (self.roster.pages[slots] > 0) & self._reuse
+        for slot in slots[full & (self.roster.pages[slots] > 0)].tolist():
+            sequence = self.roster.sequences[slot]
+            self._remember(sequence, sequence.rows)
 
-    def remember(self, sequence: Sequence, rows: int | None = None) -> None:
-        """The first ``rows`` rows, or all, are or are about to be in its pages for good."""
-        pages = sequence.pages
-        if not self._reuse or not pages:
+    def _remember(self, sequence: Sequence, rows: int) -> None:
+        """The first ``rows`` rows are or are about to be in its pages for good."""
+        if not self._reuse:
             return
-        full = (sequence.rows if rows is None else rows) // self._page_size
-        known = int(self.roster.remembered[sequence.slot])
-        if full <= known:
-            return
-        keys = sequence.page_keys(self._page_size)
-        for column in range(known, full):
-            self.store.remember(pages[column], keys[column])
-        self.roster.remembered[sequence.slot] = full
+        roster, slot = self.roster, sequence.slot
+        known, full = int(roster.remembered[slot]), rows // self._page_size
+        if known < full:
+            keys = sequence.page_keys(self._page_size)
+            pages = roster.table[slot, known:full].tolist()
+            for page, key in zip(pages, keys[known:full], strict=True):
+                self.store.remember(page, key)
+            roster.remembered[slot] = full
 
-    def _reading(self) -> list[Sequence]:
-        return [s for s in self.running if s.stage is Stage.PREFILLING]
+    def _unread(self) -> int:
+        """Pieces that the prompts of those that read still come in."""
+        return sum(-(-(s.rows - s.prefilled) // self._prompt_width) for s in self.reading)
 
-    def _decoding(self) -> list[Sequence]:
-        return [s for s in self.running if s.stage is Stage.DECODING]
-
-    def _unread(self, reading: list[Sequence]) -> int:
-        """Pieces that the prompts of these still come in."""
-        return sum(-(-(s.rows - s.prefilled) // self._prompt_width) for s in reading)
+    def _decode(self, sequences: list[Sequence]) -> None:
+        """Their prompts have been read."""
+        for sequence in sequences:
+            sequence.stage = Stage.DECODING
+            self.roster.decoding[sequence.slot] = True
+        self.reading = [s for s in self.reading if s.stage is Stage.PREFILLING]
 
     def _make_room(self) -> bool:
         """Pages for one more step of everyone who decodes, oldest first; whether one had to go."""
-        decoding = self._decoding()
-        slots = slots_of(decoding)
+        slots = self.roster.order()
         if self._grow(slots, 1):
             return False
-        for sequence, missing in zip(decoding, self._missing(slots, 1).tolist(), strict=True):
-            while sequence.stage is Stage.DECODING and missing > self.store.free:
+        for slot in slots[self._missing(slots, 1) > 0]:
+            alone = np.array([slot])
+            while self.roster.decoding[slot] and not self._grow(alone, 1):
                 self._preempt(self.running[-1])
-            if sequence.stage is Stage.DECODING:
-                self.roster.give(slots_of([sequence]), missing, self.store.take(missing))
         return True
 
     def _grow(self, slots: np.ndarray, steps: int) -> bool:
         """Give all of them pages for ``steps`` more steps, or none of them any."""
         missing = self._missing(slots, steps)
-        if missing.sum() > self.store.free:
+        total = int(missing.sum())
+        if total > self.store.free:
             return False
-        self.roster.give(slots, missing, self.store.take(int(missing.sum())))
+        if total:
+            self.roster.give(slots, missing, self.store.take(total))
         return True
 
     def _missing(self, slots: np.ndarray, steps: int) -> np.ndarray:
@@ -206,8 +202,12 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         """It runs no longer, and its pages are free."""
+        if sequence.stage is Stage.PREFILLING:
+            self.reading.remove(sequence)
+        self.roster.decoding[sequence.slot] = False
         del self.running[bisect.bisect_left(self.running, sequence.arrival, key=_ARRIVAL)]
-        self.store.release(self.roster.take_pages(sequence.slot))
+        self.store.release(sequence.pages)
+        self.roster.own(sequence.slot, [])
 
     def _preempt(self, sequence: Sequence) -> None:
         """It keeps its slot: nobody newer joins before it does."""
@@ -224,14 +224,13 @@ class Scheduler:
         A request whose next page an older one is about to fill waits for it, and those behind it
         too: prompts are read oldest first, so there is little that they lose by it.
         """
-        reading = self._reading()
         while self.waiting and (self.waiting[0].slot >= 0 or self._free_slots):
             sequence = self.waiting[0]
             if sequence.in_flight:
                 return  # its newest tokens are not read yet
             keys = sequence.page_keys(self._page_size) if self._reuse else []
             shared = self.store.known(keys)
-            if _coming(reading, keys, len(shared)):
+            if self._coming(keys, len(shared)):
                 return
             rows = min(sequence.rows + self._width, sequence.most)
             missing = -(-rows // self._page_size) - len(shared)
@@ -241,8 +240,7 @@ class Scheduler:
             if sequence.slot < 0:
                 self.roster.seat(sequence, self._free_slots.pop())
             self.store.share(shared)
-            pages = shared + self.store.take(missing)
-            self.roster.give(slots_of([sequence]), len(pages), pages)
+            self.roster.own(sequence.slot, shared + self.store.take(missing))
             self.roster.remembered[sequence.slot] = len(shared)
             sequence.prefilled = len(shared) * self._page_size
             sequence.reused_rows += sequence.prefilled
@@ -251,16 +249,24 @@ class Scheduler:
             sequence.stage = Stage.PREFILLING
             self.waiting.pop(0)
             bisect.insort(self.running, sequence, key=_ARRIVAL)
-            reading.append(sequence)
+            bisect.insort(self.reading, sequence, key=_ARRIVAL)
 
     def _growing(self) -> int:
         """Pages for those that will grow, or they would throw a newcomer out again: one each."""
         return int((self._missing(slots_of(self.running), self._steps + 2) > 0).sum())
 
-    def _next_pieces(self, reading: list[Sequence]) -> list[Piece]:
+    def _coming(self, keys: list[Key], page: int) -> bool:
+        """Whether a prompt that is being read will fill the page of this index and key."""
+        return page < len(keys) and any(
+            page < len(other.keys) and other.keys[page] == keys[page]
+            for other in self.reading
+            if other.prefilled < other.rows
+        )
+
+    def _next_pieces(self) -> list[Piece]:
         """As many rows of prompts as a step takes, of the oldest first."""
         pieces: list[Piece] = []
-        for sequence in reading:
+        for sequence in self.reading:
             rows = sequence.rows
             while sequence.prefilled < rows and len(pieces) < self._pieces:
                 start = sequence.prefilled
@@ -268,14 +274,5 @@ class Scheduler:
                 pieces.append(Piece(sequence, start, sequence.text(start, end)))
                 sequence.prefilled = end
                 # What runs after this dispatch finds the rows written.
-                self.remember(sequence, end)
+                self._remember(sequence, end)
         return pieces
-
-
-def _coming(reading: list[Sequence], keys: list[Key], page: int) -> bool:
-    """Whether a prompt that is being read will fill the page of this index and key."""
-    return page < len(keys) and any(
-        page < len(other.keys) and other.keys[page] == keys[page]
-        for other in reading
-        if other.prefilled < other.rows
-    )

@@ -60,13 +60,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         params = self.job.params
+        self.arrival = self.job.index
         self.prompt_rows = len(self.job.prompt_ids)
         self.most = min(self.prompt_rows + params.max_new_tokens, self.context) - 1
-
-    @property
-    def arrival(self) -> int:
-        """Order of service."""
-        return self.job.index
 
     @property
     def rows(self) -> int:
@@ -106,7 +102,7 @@ class Sequence:
         """Windows, accepted drafts and commits of the steps so far."""
         if self.roster is None:
             return [[], [], []]
-        return self.roster.records[self.slot, : self.steps].T.tolist()
+        return self.roster.records[:, self.slot, : self.steps].tolist()
 
     def text(self, begin: int, end: int) -> list[int]:
         """Token ids ``begin..end-1`` of prompt and answer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.decode.config import Shape, StepConfig
-from dspark_jax.engine.contexts import between
 from dspark_jax.engine.lanes import Report
 from dspark_jax.schedule.cost import CostTables
 
@@ -105,7 +105,7 @@ LEVELS = 128
 class _Measured:
     """What steps of one depth measured of the requests in ``slots``, which had these ``lanes``.
 
-    ``taken`` is ``[n, L]``, ``confidence`` ``[G, n, L]`` of the walked drafts; 0 where not taken.
+    ``taken`` is ``[n, L]``, ``confidence`` ``[G, n, L]`` of the drafts that were walked.
     """
 
     slots: np.ndarray
@@ -135,7 +135,7 @@ class ShapeChoice:
         self._step = step
         self._held: deque[_Measured] = deque()
         self._last: dict[tuple[Shape, ...], int] = {}
-        self._priced: dict[tuple[tuple[Shape, ...], int], tuple[CostTables, np.ndarray]] = {}
+        self._priced: dict[tuple[tuple[Shape, ...], int], tuple[CostTables, list[np.ndarray]]] = {}
         # tokens a second and request of decoding without prompts
         self._pace = 0.0
 
@@ -171,16 +171,18 @@ class ShapeChoice:
         self._room[index], self._rows[index] = _whole(room), _whole(rows)
         decision = report.outcome.decision
         assert decision is not None, "only modes that draft have shapes"
-        taken = np.zeros(np.shape(report.outcome.count), bool)
-        taken[:, lane] = np.asarray(report.outcome.count)[:, lane] > 0
+        count = np.asarray(report.outcome.count)
+        taken = np.zeros(count.shape, bool)
+        taken[:, lane] = count[:, lane] > 0
         # a position after the other: what is added up lies side by side
-        confidence = np.ascontiguousarray(np.moveaxis(np.asarray(decision.confidence), -1, 0))
-        depths = np.asarray(decision.depth)
+        confidence = np.asarray(decision.confidence).transpose(2, 0, 1)
+        begin = 0
         # the legs of a dispatch have shapes of their own
-        turns = [0, *(np.flatnonzero(np.diff(depths)) + 1), len(depths)]
-        for begin, end in itertools.pairwise(turns):
-            leg = taken[begin:end], confidence[: depths[begin], begin:end]
-            self._held.append(_Measured(index, lane, *leg))
+        for depth, steps in itertools.groupby(np.asarray(decision.depth).tolist()):
+            end = begin + sum(1 for _ in steps)
+            walked = np.ascontiguousarray(confidence[:depth, begin:end])
+            self._held.append(_Measured(index, lane, taken[begin:end], walked))
+            begin = end
         # The next dispatch to be planned begins two steps later at least: one is in flight.
         newer = sum(len(held.taken) for held in self._held)
         while self._held:
@@ -193,23 +195,23 @@ class ShapeChoice:
         """As `schedule.survival.remember`, for several steps at once."""
         slots, lanes, taken = measured.slots, measured.lanes, measured.taken
         confidence = np.where(taken, measured.confidence, 0.0)
-        depth = len(confidence)
-        aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
-        steps = taken.any(axis=1).sum()
-        if steps:
+        depth, steps = len(confidence), int(taken.any(axis=1).sum())
+        if steps and depth:
             mean = confidence.sum(axis=(1, 2)) / taken.sum()
             # the first steps of all weigh as much as each other, or trust would outlast them
             first = steps / (1.0 + steps + self._measured[:depth])
             weight = np.maximum(1.0 - (1.0 - TYPICAL_RATE) ** steps, first)
             self._typical[:depth] += weight * (mean - self._typical[:depth])
             self._measured[:depth] += steps
-        self._typical[depth:] = _aged(self._typical[depth:], steps, aging)
-
-        known = np.take(self._known, slots, axis=1)
-        kept, weight = _running(taken, self._step.smoothing)
-        known[:depth] *= kept[lanes]
-        known[:depth] += np.take((weight * confidence).sum(axis=1), lanes, axis=1)
-        known[depth:] = _aged(known[depth:], taken[:, lanes].sum(axis=0), aging)
+        known = self._known.take(slots, axis=1)
+        if depth:
+            kept, weight = _running(taken, self._step.smoothing)
+            known[:depth] *= kept[lanes]
+            known[:depth] += (weight * confidence).sum(axis=1).take(lanes, axis=1)
+        if depth < len(known):
+            aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
+            self._typical[depth:] = _aged(self._typical[depth:], steps, aging)
+            known[depth:] = _aged(known[depth:], taken.sum(axis=0)[lanes], aging)
         self._known[:, slots] = known
 
     def choose(
@@ -235,22 +237,17 @@ class ShapeChoice:
             return shapes[0]
         index = _whole(slots)
         users, room = len(index), self._room[index]
-        survival = np.take(self._known, index, axis=1)
-        ending = room.min() <= len(survival)
-        for position, column in enumerate(survival):
-            if position:
-                column *= survival[position - 1]
-            if ending:
-                column *= room > position + 1
+        survival = self._known.take(index, axis=1).cumprod(axis=0)
+        if room.min() <= len(survival):
+            survival *= room > np.arange(1, len(survival) + 1)[:, None]
 
-        seconds = between(
-            costs.contexts, self._rows[index].sum(), self._prices(shapes, batch, costs)
-        )
+        rows, prices = self._rows[index].sum(), self._prices(shapes, batch, costs)
+        seconds = np.array([np.interp(rows, costs.contexts, price) for price in prices])
         tokens = users + _best_sums(survival, shapes, users)
         promised = tokens / seconds
         if prefilling and self._pace:
             pace = self._pace * (users + prefilling)
-            return shapes[np.argmax(tokens - pace * seconds)]
+            return shapes[(tokens - pace * seconds).argmax()]
         best = int(promised.argmax())
         last = self._last.get(shapes, best)
         if promised[last] * (1 + self._step.hysteresis) < promised[best]:
@@ -260,12 +257,12 @@ class ShapeChoice:
             self._pace = float(promised[last]) / users
         return shapes[last]
 
-    def _prices(self, shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> np.ndarray:
-        """``[C, n]`` seconds of each shape at each context of the table."""
+    def _prices(self, shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> list[np.ndarray]:
+        """``[C]`` seconds of each shape at each context of the table."""
         known = self._priced.get((shapes, batch))
         if known is None or known[0] is not costs:
-            seconds = np.stack([_seconds(shape, batch, costs) for shape in shapes], axis=1)
-            known = self._priced[shapes, batch] = costs, seconds
+            prices = [_seconds(shape, batch, costs) for shape in shapes]
+            known = self._priced[shapes, batch] = costs, prices
         return known[1]
 
 
@@ -283,9 +280,14 @@ def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
         taken: ``[n, L]`` the steps that count.
     """
     later = taken[::-1].cumsum(axis=0)[::-1] - taken
-    by_later = (rate * (1.0 - rate) ** np.arange(len(taken) + 1)).astype(np.float32)
-    weight = by_later[later] * taken
+    weight = _fading(rate, len(taken))[later] * taken
     return 1.0 - weight.sum(axis=0), weight
+
+
+@functools.cache
+def _fading(rate: float, steps: int) -> np.ndarray:
+    """Weight in a running mean of what none, one, two, ... of so many steps came after."""
+    return (rate * (1.0 - rate) ** np.arange(steps + 1)).astype(np.float32)
 
 
 def _aged(known: np.ndarray, steps: Any, rate: float) -> np.ndarray:

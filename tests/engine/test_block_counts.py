@@ -1,10 +1,8 @@
 """What is counted of blocks, from how often each kind occurred."""
 
 import numpy as np
-import pytest
 
 from dspark_jax.engine.block_counts import BlockCounts
-from dspark_jax.engine.contexts import between
 
 
 def test_sums_over_blocks_are_those_of_one_block_after_the_other():
@@ -41,12 +39,3 @@ def test_sums_over_blocks_are_those_of_one_block_after_the_other():
     assert found["verified"].tolist() == verified.tolist()
     assert found["reached"].tolist() == reached.tolist()
     assert found["accepted"].tolist() == accepted.tolist()
-
-
-@pytest.mark.parametrize("context", [0.0, 10.0, 25.0, 90.0, 1e6])
-def test_costs_are_linear_between_contexts_and_level_beyond(context):
-    grid, seconds = np.array([10.0, 30.0, 100.0]), np.array([[1.0, 5], [2, 5], [4, 1]])
-    wanted = [np.interp(context, grid, column) for column in seconds.T]
-    np.testing.assert_allclose(between(grid, context, seconds), wanted)
-    np.testing.assert_allclose(between(grid, [context, 30.0], seconds), [wanted[0], 5.0])
-    np.testing.assert_allclose(between(grid[:1], context, seconds[:1]), [1.0, 5.0])

@@ -29,7 +29,7 @@ def emit(queue, sequence, plan, *tokens):
     """What reading a dispatch does to a sequence: one step brought all."""
     count = np.array([[len(tokens)]])
     slots = np.array([sequence.slot])
-    queue.roster.extend(slots, np.array([[tokens]]), count - 1, count - 1, count)
+    queue.roster.extend(slots, np.array([0]), np.array([[tokens]]), count - 1, count - 1, count)
     queue.roster.in_flight[slots] -= plan.steps
 
 
