@@ -83,7 +83,7 @@ def initial_weights(
         return HyperConnection(
             fn=matrix(count, streams * width),
             base=mixing_base(streams, count, normal),
-            scale=jnp.full(3, MIX_SCALE),
+            scale=jnp.full(3, MIX_SCALE, jnp.float32),
         )
 
     def attention() -> Attention:
@@ -130,7 +130,7 @@ def initial_weights(
         stream_head=StreamHead(
             fn=matrix(streams, streams * width),
             base=mixing_base(streams, streams, normal),
-            scale=jnp.full(1, MIX_SCALE),
+            scale=jnp.full(1, MIX_SCALE, jnp.float32),
         ),
         norm=jnp.ones(width),
         markov_w1=HEAD_DEVIATION * normal(table),

@@ -39,12 +39,12 @@ def mix_values(
 ) -> Float[Array, "B K H U"]:
     """The weighted values, in their dtype."""
     mixed = jnp.einsum(
-        "bhkm,bmu->bkhu",
+        "bhkm,bmu->bhku",
         weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
     )
-    return mixed.astype(values.dtype)
+    return jnp.swapaxes(mixed.astype(values.dtype), 1, 2)
 
 
 def choose_keys(

@@ -27,7 +27,8 @@ from train.forward import Sequences, block_logits, draft_blocks, drafter_terms
 from train.losses import LossConfig
 from train.pretrain_config import PretrainConfig
 from train.shards import write_manifest, write_shard
-from train.step import TrainState, compiled_part, optimizer_of, train_step
+from train.step import TrainState, compiled_part, optimizer_of, state_shardings, train_step
+from train.teacher_forced import check_supported
 from train.trainer import DRAFTER, run_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -151,7 +152,9 @@ def trained(runs, target):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(family, "served", noted)
+        programs = train_step._cache_size()
         assert run_training(run, target)
+        assert train_step._cache_size() <= programs + 1
     loaded = load_drafter(runs / "unbroken" / DRAFTER, (target.config, target.weights))
     return run, ended[-1], loaded
 
@@ -213,9 +216,9 @@ def test_with_the_confidence_head_alone_in_training_nothing_else_moves_biases_in
 ):
     config = run_in(Path("unwritten"), start_from="given", trainable="confidence_head", steps=2)
     weights = jax.tree.map(jnp.copy, trained[2].weights)
-    state = TrainState(
-        weights, optimizer_of(config)[0].init(weights), jnp.int32(0), jnp.zeros(2, jnp.uint32)
-    )
+    optimizer = optimizer_of(config)[0].init(weights)
+    state = TrainState(weights, optimizer, jnp.int32(0), jnp.zeros(2, jnp.uint32))
+    state = jax.device_put(state, state_shardings(config, ONE_STAGE, state))
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 63, (2, LENGTH)))
     static = compiled_part(config), ONE_STAGE, MODEL
     # the rate of the first step is 0
@@ -322,6 +325,10 @@ def test_a_drafter_of_another_family_is_no_beginning(folder, runs, target, tiny_
     longer = dataclasses.replace(run.deepseek_v4_drafter, block_size=5)
     with pytest.raises(ValueError, match="has block_size = 4, the run describes 5"):
         run_training(dataclasses.replace(run, deepseek_v4_drafter=longer), target)
+
+
+def test_an_evaluation_takes_it_teacher_forced(shipped, target):
+    check_supported(target, shipped)
 
 
 def test_a_dialect_that_cannot_express_it_is_refused(shipped, target, tmp_path):

@@ -31,6 +31,8 @@ def written(run, path, **mesh):
     tables["mesh"] |= mesh
     lines = []
     for name, table in tables.items():
+        if table is None:
+            continue
         lines.append(f"[{name}]")
         set_ones = {key: value for key, value in table.items() if value is not None}
         lines += [f"{key} = {json.dumps(value)}" for key, value in set_ones.items()]

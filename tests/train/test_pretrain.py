@@ -37,7 +37,7 @@ from train.pretrain_step import (
     pretrain_step,
     split_tables,
 )
-from train.sequence_attention import choose_keys, indexer_loss
+from train.sequence_attention import choose_keys, indexer_loss, mix_values
 from train.sequence_experts import expert_load, sequence_experts
 from train.sequence_output import LayerReport
 from train.shards import write_manifest, write_shard
@@ -220,6 +220,18 @@ def test_keys_are_chosen_by_score_among_those_seen_and_all_where_they_are_few():
     chosen = choose(scores, seen, 2)[0].astype(int)
     assert chosen.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]
     np.testing.assert_array_equal(choose(scores, seen, 4)[0], np.tri(4))
+
+
+def test_values_are_mixed_in_bf16_as_in_fp32():
+    """Not every product of 16-bit numbers that ends in fp32 runs on a CPU."""
+    random = np.random.default_rng(0)
+    weights = jnp.asarray(random.random((2, 3, 5, 7)), jnp.float32)
+    values = jnp.asarray(random.normal(size=(2, 7, 4)), jnp.bfloat16)
+    mix = jax.jit(mix_values)
+    found = mix(weights, values)
+    assert found.dtype == jnp.bfloat16
+    wanted = mix(weights, values.astype(jnp.float32))
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0.02, atol=0.05)
 
 
 def test_an_indexer_is_taught_by_the_heads_and_does_not_teach_them():
