@@ -55,8 +55,8 @@ from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes
 from dspark_jax.engine.config import GPU_STEPS, EngineConfig
 from dspark_jax.engine.cost_profile import profile, write_table
-from dspark_jax.engine.engine import served_step
 from dspark_jax.engine.lanes import Lanes, Report, Starting
+from dspark_jax.engine.served import served_step
 from dspark_jax.engine.shapes import ShapeChoice, every_shape, paying_shapes
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.pages import PagePool, contiguous

@@ -11,7 +11,7 @@ from dspark_jax.decode.job import make_job
 from dspark_jax.decode.request import Request
 from dspark_jax.decode.setup import context_limit, resolve_calibration, tables_for
 from dspark_jax.engine.config import EngineConfig
-from dspark_jax.engine.engine import served_step
+from dspark_jax.engine.served import served_step
 
 FIXED = (1, 2, 3, 5, 7)
 ADAPTIVE = ("compact", "cap-accept")

@@ -33,7 +33,7 @@ from dspark_jax.decode.state import RUNNING, State
 from dspark_jax.decode.step import Weights, verify_and_commit
 from dspark_jax.engine import lanes
 from dspark_jax.engine.config import EngineConfig, piece_tiers
-from dspark_jax.engine.engine import served_step
+from dspark_jax.engine.served import served_step
 from dspark_jax.engine.shapes import every_shape
 from dspark_jax.models.pages import PagePool, contiguous
 from dspark_jax.models.ragged import rectangle

@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,9 +22,7 @@ from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.decode.run import FINISH
 from dspark_jax.decode.setup import (
     cache_dtype,
-    check_pair,
     context_limit,
-    default_mode,
     depth_caps,
     resolve_calibration,
     tables_for,
@@ -42,6 +39,7 @@ from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
+from dspark_jax.engine.served import reuses_prefixes, served_step
 from dspark_jax.engine.shapes import ShapeChoice, every_shape, paying_shapes
 from dspark_jax.schedule.cost import CostTables
 
@@ -75,7 +73,7 @@ class Engine:
         step = served_step(target, drafter, config)
         if not step.drafts:
             drafter = None
-        reuse = _reuses_prefixes(target, drafter, config)
+        reuse = reuses_prefixes(target, drafter, config)
         self.target, self.drafter, self.config = target, drafter, config
         self.context = context_limit(target.config, config.max_context)
         pool, columns = config.pool(self.context), config.columns(self.context)
@@ -450,68 +448,3 @@ class Engine:
         if message and message not in self._told:
             self._told.add(message)
             logger.warning(message)
-
-
-def served_step(
-    target: LoadedTarget, drafter: LoadedDrafter | None, config: EngineConfig
-) -> StepConfig:
-    """The step that an engine of this configuration takes.
-
-    Raises:
-        ValueError: parts that do not fit together.
-        NotImplementedError: a target or drafter without paged caches.
-    """
-    mode = config.mode or default_mode(drafter)
-    if mode == "off":
-        drafter = None
-    if drafter is not None:
-        check_pair(target, drafter)
-    _check_paged(target, drafter)
-    step = StepConfig(
-        target=target.config,
-        drafter=None if drafter is None else drafter.config,
-        mode=mode,
-        k=config.k,
-        threshold=config.threshold,
-        policy=config.policy,
-        lag=config.lag,
-        bound_blocks=config.bound_blocks,
-    )
-    if not step.adaptive:
-        return step
-    return dataclasses.replace(step, walk_caps=depth_caps(None, step.depth, config.priced))
-
-
-def _reuses_prefixes(
-    target: LoadedTarget, drafter: LoadedDrafter | None, config: EngineConfig
-) -> bool:
-    """Whether full pages are kept for later requests.
-
-    Raises:
-        ValueError: they are to be, and do not hold all that a part keeps of a text.
-    """
-    for part, loaded in (("target", target), ("drafter", drafter)):
-        family = None if loaded is None else loaded.config.family
-        beside = getattr(family, "BESIDE_PAGES", None)
-        if loaded is None or beside is None:
-            continue
-        if config.prefix_reuse:
-            raise ValueError(
-                f"prefix_reuse is True; wanted None or False: {part} {loaded.name} keeps {beside} "
-                "beside its pages, which another request could not take over"
-            )
-        return False
-    return config.prefix_reuse is not False
-
-
-def _check_paged(target: LoadedTarget, drafter: LoadedDrafter | None) -> None:
-    parts: list[tuple[str, Any, str]] = [("target", target, "init_pages")]
-    if drafter is not None:
-        parts.append(("drafter", drafter, "init_context_pages"))
-    for part, loaded, wanted in parts:
-        family = loaded.config.family
-        if not hasattr(family, wanted):
-            raise NotImplementedError(
-                f"{part} {loaded.name} of family {family.__name__} has no paged cache "
-                f"({wanted}): use Generator"
-            )

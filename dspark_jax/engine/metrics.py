@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -109,13 +110,16 @@ class Metrics:
         verified = users + (window * live).sum(axis=1)
         depth = np.zeros(len(count), np.int32) if decision is None else np.asarray(decision.depth)
         sums["steps"] += len(count)
-        for requests, walked in zip(users.tolist(), depth.tolist(), strict=True):
-            sums["drafted_blocks"] += requests if walked else 0
-            # a step without requests reads prompts and nothing else
-            sums["skips"] += bool(requests and not walked and self._config.drafts)
         expected = None
         if decision is not None:
-            self._budgets.add(np.asarray(decision.budget)[users > 0])
+            budgets = np.asarray(decision.budget).tolist()
+            steps = zip(users.tolist(), depth.tolist(), budgets, strict=True)
+            for requests, walked, budget in steps:
+                if not requests:
+                    continue  # it reads prompts and nothing else
+                sums["drafted_blocks"] += requests if walked else 0
+                sums["skips"] += bool(self._config.drafts and not walked)
+                self._budgets.add(budget)
             if decision.confidence is not None:
                 expected = self._believe(decision.confidence, *blocks)
         # live cache rows of everyone who decodes, before each step
@@ -206,17 +210,21 @@ class Metrics:
         if not tables.known or seconds <= 0:
             return
         verify, draft = np.zeros(len(buckets)), 0.0
-        for size, ran, walked, context in zip(
-            sizes, bucket, depth.tolist(), contexts.tolist(), strict=True
-        ):
-            predicted = float(np.interp(context, tables.contexts, tables.verify[:, size]))
-            verify[buckets.index(ran)] += predicted
+        kinds = list(zip(sizes, bucket, depth.tolist(), strict=True))
+        # mostly one kind a leg
+        for kind, alike in itertools.groupby(range(len(kinds)), kinds.__getitem__):
+            size, ran, walked = kind
+            at = contexts[[*alike]]
+            verified = np.interp(at, tables.contexts, tables.verify[:, size])
+            verify[buckets.index(ran)] += verified.sum()
+            drafted = np.zeros(1)
             if walked:
-                drafted = np.interp(context, tables.contexts, tables.draft[:, batch])
-                draft += float(drafted * tables.walk[walked - 1])
-                predicted += float(drafted * tables.walk[walked - 1])
-            sums["predicted_seconds"] += predicted
-            sums["relative_error"] += abs(predicted - seconds) / seconds
+                drafted = np.interp(at, tables.contexts, tables.draft[:, batch])
+                drafted *= tables.walk[walked - 1]
+                draft += float(drafted.sum())
+            predicted = verified + drafted
+            sums["predicted_seconds"] += float(predicted.sum())
+            sums["relative_error"] += float(np.abs(predicted - seconds).sum()) / seconds
         sums["predicted_steps"] += len(bucket)
         sums["measured_seconds"] += seconds * len(bucket)
         if self._correction is not None and exact:

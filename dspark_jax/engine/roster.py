@@ -119,10 +119,11 @@ class Roster:
         step = (begin + self.steps[slot] + taken.cumsum(axis=0) - 1)[taken]
         for record, values in zip(self.records, (window, accepted, count), strict=True):
             record.reshape(-1)[step] = values[taken]
-        last = begin + self.rows[slot] + count.cumsum(axis=0)
-        place = np.arange(tokens.shape[-1])
-        real = place < count[..., None]
-        self.texts.reshape(-1)[((last - count + 1)[..., None] + place)[real]] = tokens[real]
+        first = begin + self.rows[slot] + 1 + count.cumsum(axis=0) - count
+        width = tokens.shape[-1]
+        (real,) = (np.arange(width) < count[..., None]).ravel().nonzero()
+        place = first.ravel().repeat(count.ravel()) + real % width
+        self.texts.reshape(-1)[place] = tokens.reshape(-1)[real]
         self.steps[slots] += taken.sum(axis=0)[lanes]
         self.rows[slots] += count.sum(axis=0)[lanes]
 

@@ -197,7 +197,7 @@ class ShapeChoice:
         confidence = np.where(taken, measured.confidence, 0.0)
         depth, steps = len(confidence), int(taken.any(axis=1).sum())
         if steps and depth:
-            mean = confidence.sum(axis=(1, 2)) / taken.sum()
+            mean = confidence.reshape(depth, -1).sum(axis=1) / taken.sum()
             # the first steps of all weigh as much as each other, or trust would outlast them
             first = steps / (1.0 + steps + self._measured[:depth])
             weight = np.maximum(1.0 - (1.0 - TYPICAL_RATE) ** steps, first)
@@ -237,7 +237,9 @@ class ShapeChoice:
             return shapes[0]
         index = _whole(slots)
         users, room = len(index), self._room[index]
-        survival = self._known.take(index, axis=1).cumprod(axis=0)
+        survival = self._known.take(index, axis=1)
+        for before, column in itertools.pairwise(survival):
+            column *= before
         if room.min() <= len(survival):
             survival *= room > np.arange(1, len(survival) + 1)[:, None]
 
