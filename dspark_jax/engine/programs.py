@@ -263,13 +263,13 @@ class Programs:
 
     def dispatch(self, plan: Plan) -> Flight:
         """Have a plan launched on the device and return at once."""
-        roster, everyone = self.roster, plan.sequences
-        slots = slots_of(everyone)
+        roster, slots = self.roster, plan.slots
         needs = tuple(roster.needs[slots].max(axis=0).tolist())
         if needs not in self._chosen:
-            self._chosen[needs] = self._covering([one.job.params for one in everyone])
+            everyone = [roster.sequences[slot] for slot in slots]
+            self._chosen[needs] = self._covering([one.job.params for one in everyone if one])
         config = self._chosen[needs]
-        batch = _tier(self.batches, len(everyone))
+        batch = _tier(self.batches, len(slots))
         columns = _tier(self.columns, int(roster.pages[slots].max()))
         lanes = slots if batch == self.slots else np.arange(len(slots))
         lane_of = np.zeros(self.slots, np.int32)
@@ -284,7 +284,7 @@ class Programs:
 
         def add(starting: list[Text], decoding: int, room: int, steps: int) -> None:
             """A leg in which the first so many decode."""
-            shape = self._shape(slots[:decoding], batch, room, len(everyone) - decoding)
+            shape = self._shape(slots[:decoding], batch, room, len(slots) - decoding)
             decodes: Any = np.zeros(batch, bool)
             decodes[lanes[:decoding]] = True
             own = Lanes(placed.slots, decodes, placed.table)

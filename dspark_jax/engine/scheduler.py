@@ -36,6 +36,7 @@ class Plan:
         late: sequences whose prompt the pieces complete; they decode in the steps after that one.
         steps: steps to take, that with the pieces included; a single one where pages are short or
             prompts fill the next one too.
+        slots: of those that decode, of the late ones, and of the others whose prompts are read.
     """
 
     starting: list[Sequence]
@@ -43,12 +44,7 @@ class Plan:
     pieces: list[Piece]
     late: list[Sequence]
     steps: int
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """Everyone in it, once each."""
-        prompts = dict.fromkeys(piece.sequence for piece in self.pieces)
-        return [*self.decoding, *dict.fromkeys((*self.late, *prompts))]
+    slots: np.ndarray
 
 
 class Scheduler:
@@ -129,7 +125,9 @@ class Scheduler:
         self._decode(late)
         self.roster.in_flight[everyone] += steps
         decoding = [self.roster.sequences[slot] for slot in slots.tolist()]
-        return Plan(starting, decoding, pieces, late, steps)
+        readers = dict.fromkeys(p.sequence for p in pieces if p.sequence.stage is Stage.PREFILLING)
+        everyone = np.concatenate([everyone, slots_of([*readers])])
+        return Plan(starting, decoding, pieces, late, steps, everyone)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up slot, pages and place in the queue."""
@@ -207,7 +205,7 @@ class Scheduler:
         self.roster.decoding[sequence.slot] = False
         del self.running[bisect.bisect_left(self.running, sequence.arrival, key=_ARRIVAL)]
         self.store.release(sequence.pages)
-        self.roster.own(sequence.slot, [])
+        self.roster.pages[sequence.slot] = 0
 
     def _preempt(self, sequence: Sequence) -> None:
         """It keeps its slot: nobody newer joins before it does."""

@@ -56,9 +56,11 @@ def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
 
 def test_prompts_are_read_in_a_step_of_their_own_before_the_others():
     queue = scheduler(pages=24)
-    queue.add(sequence(0, [5, 6]))
+    short = sequence(0, [5, 6])
+    queue.add(short)
     first = queue.plan()
-    assert (first.steps, first.decoding, first.late) == (4, [], first.sequences)
+    assert (first.steps, first.decoding, first.late) == (4, [], [short])
+    assert first.slots.tolist() == [short.slot], "once, though it reads and decodes"
     assert queue.plan().steps == 3
     queue.add(sequence(1, [1, 2, 3]))
     assert queue.plan().steps == 4
