@@ -164,8 +164,9 @@ class Metrics:
         proposed, accepted = drafts(*blocks)
         # A position after the other: what is added up lies side by side. Not walked is NaN.
         survival = np.fmax(np.asarray(confidence).transpose(2, 0, 1), 0.0, order="C")
-        survival = survival.cumprod(axis=0)
-        position = np.arange(len(survival))[:, None, None]
+        for before, column in itertools.pairwise(survival):
+            column *= before
+        position = np.arange(len(survival), dtype=proposed.dtype)[:, None, None]
         expected = (survival * (position < proposed)).sum(axis=0)
         self._sums["expected"] += float(expected.sum(dtype=np.float64))
         stride = -(-proposed.size // MOST_BLOCKS)

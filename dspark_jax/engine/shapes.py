@@ -172,8 +172,9 @@ class ShapeChoice:
         decision = report.outcome.decision
         assert decision is not None, "only modes that draft have shapes"
         count = np.asarray(report.outcome.count)
-        taken = np.zeros(count.shape, bool)
-        taken[:, lane] = count[:, lane] > 0
+        theirs = np.zeros(count.shape[1], bool)
+        theirs[lane] = True
+        taken = (count > 0) & theirs
         # a position after the other: what is added up lies side by side
         confidence = np.asarray(decision.confidence).transpose(2, 0, 1)
         begin = 0
