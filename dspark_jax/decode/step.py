@@ -451,13 +451,20 @@ def _logprobs(
     """Log-softmax of the raw target logits, by request: row w of a window emits its token w."""
     if config.logprobs is None:
         return None
+
+    def by_request(rows: Array) -> Array:
+        # as wide as the tokens, whatever the shape
+        own = packed.unpack(rows)
+        missing = tokens.shape[1] - own.shape[1]
+        return jnp.pad(own, ((0, 0), (0, missing), *((0, 0),) * (own.ndim - 2)))
+
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     emitted = jnp.take(tokens, packed.request, axis=0, mode="clip")
     emitted = jnp.take_along_axis(emitted, packed.within()[:, None], axis=1)
     chosen = jnp.take_along_axis(logits, emitted, axis=-1)[:, 0] - normalizer
     values, ids = jax.lax.top_k(logits, config.logprobs)
     values = values - normalizer[:, None]
-    return Logprobs(packed.unpack(chosen), packed.unpack(ids), packed.unpack(values))
+    return Logprobs(*map(by_request, (chosen, ids, values)))
 
 
 def _record_logprobs(

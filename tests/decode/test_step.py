@@ -359,6 +359,20 @@ def test_what_a_shape_does_not_walk_is_no_draft_that_a_full_block_could_accept()
     assert (np.asarray(state.accepted[:, :6]) == 1).all()
 
 
+def test_steps_of_all_shapes_report_alike_with_logprobs_too(pair):
+    """Who reads several legs of a dispatch joins what they say."""
+
+    def reported(shape):
+        config = step_config(pair, "compact", shape=shape, logprobs=2)
+        state, tables = jax.eval_shape(lambda: empty(config, 4)), no_costs(4, BLOCK)
+        taken = functools.partial(decode_step, config=config)
+        return jax.eval_shape(taken, pair.weights, state, tables)[1]
+
+    wide = reported(Shape(BLOCK, 20))
+    assert wide.logprobs.chosen.shape == wide.tokens.shape == (4, BLOCK + 1)
+    assert reported(Shape(2, 9)) == reported(Shape(0, 4)) == wide
+
+
 def test_a_shape_without_a_row_for_every_anchor_is_refused():
     with pytest.raises(ValueError, match="the shape has 3 rows; wanted 4 or more"):
         shaped(2, 3)
