@@ -51,7 +51,9 @@ def drafter_config(
     try:
         check_fits_v4(config, target, loaded.stop_token_ids)
     except DrafterMismatch as error:
-        raise DrafterMismatch(f"{where}: {error}") from error
+        # a section has names of its own for what a checkpoint says with this prefix
+        said = str(error).replace("dspark_noise_token_id", "mask_token_id").replace("dspark_", "")
+        raise DrafterMismatch(f"{where}: {said}") from error
     return config
 
 

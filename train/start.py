@@ -44,7 +44,7 @@ def existing_weights(source: str, drafter: Any, target: LoadedTarget) -> Any:
             continue
         raise ValueError(
             f"the drafter {source} has {name} = {found.get(name)!r}, the run describes "
-            f"{wanted[name]!r}: change the section [drafter], or start from another one"
+            f"{wanted[name]!r}: change the section that describes it, or start from another one"
         )
     return loaded.weights
 

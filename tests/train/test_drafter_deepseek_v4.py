@@ -295,10 +295,11 @@ def test_one_family_is_described_with_options_of_its_own(families, extra, fault)
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"target_layer_ids": (0, 1)}, r"\[deepseek_v4_drafter\]: .*ids is \[0, 1\]; wanted"),
-        ({"mask_token_id": 64}, "id is 64; the embedding has rows 0 to 63"),
-        ({"mask_token_id": 7}, "is 7, which also ends an answer"),
-        ({"markov_rank": 0}, "rank is 0; it must be at least 1"),
+        ({"target_layer_ids": (0, 1)}, r"\[deepseek_v4_drafter\]: target_layer_ids is \[0, 1\]; w"),
+        ({"mask_token_id": 64}, r"\]: mask_token_id is 64; the embedding has rows 0 to 63"),
+        ({"mask_token_id": 7}, r"\]: mask_token_id is 7, which also ends an answer"),
+        ({"block_size": 0}, r"\]: block_size is 0; it must be at least 1"),
+        ({"markov_rank": 0}, r"\]: markov_rank is 0; it must be at least 1"),
     ],
 )
 def test_a_section_that_does_not_fit_its_target_is_refused(runs, target, change, fault):
@@ -323,7 +324,7 @@ def test_a_drafter_of_another_family_is_no_beginning(folder, runs, target, tiny_
     with pytest.raises(ValueError, match="DeepseekV4DrafterConfig, the run describes a DrafterC"):
         run_training(dataclasses.replace(run, drafter=dense, deepseek_v4_drafter=None), target)
     longer = dataclasses.replace(run.deepseek_v4_drafter, block_size=5)
-    with pytest.raises(ValueError, match="has block_size = 4, the run describes 5"):
+    with pytest.raises(ValueError, match="= 4, the run describes 5: change the section that"):
         run_training(dataclasses.replace(run, deepseek_v4_drafter=longer), target)
 
 
