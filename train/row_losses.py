@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -59,7 +61,16 @@ def _cross_entropy_and_l1_backward(residuals: tuple, cotangents: tuple[Array, Ar
 
 
 def _logsumexp(logits: Float[Array, "... V"]) -> Float[Array, "..."]:
-    """Over the last axis, in one pass: maximum and sum of exponentials together."""
+    """Over the last axis, in one pass where that is worth it: maximum and sum together.
+
+    A CPU adds one after the other in such a pass, slowly, and over a large vocabulary loses digits.
+    """
+    usual = functools.partial(jax.nn.logsumexp, axis=-1)
+    return jax.lax.platform_dependent(logits, cpu=usual, default=_one_pass_logsumexp)
+
+
+def _one_pass_logsumexp(logits: Float[Array, "... V"]) -> Float[Array, "..."]:
+    """Maximum and sum of exponentials together."""
 
     def join(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
         top = jnp.maximum(one[0], other[0])

@@ -192,3 +192,12 @@ def test_an_empty_batch_has_loss_zero():
     terms = combined(rows, np.zeros_like(mask), LossConfig())
     assert terms.loss == 0
     assert all(ratio.value() == 0 for ratio in terms.metrics.values())
+
+
+def test_a_large_vocabulary_costs_no_digits():
+    logits = 4 * np.random.default_rng(0).normal(size=(2, 2**17)).astype(np.float32)
+    found = cross_entropy_and_l1(jnp.asarray(logits), jnp.zeros_like(logits), jnp.zeros(2, int))[0]
+    wide = logits.astype(np.float64)
+    np.testing.assert_allclose(
+        found, np.log(np.exp(wide).sum(axis=1)) - wide[:, 0], rtol=0, atol=1e-5
+    )
