@@ -34,6 +34,7 @@ from dspark_jax.engine.answer import Ending, absorb_logprobs, complete, ending, 
 from dspark_jax.engine.config import EngineConfig, check_prompt_width
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
+from dspark_jax.engine.host_time import HostTime
 from dspark_jax.engine.lanes import Report
 from dspark_jax.engine.metrics import Metrics
 from dspark_jax.engine.programs import Flight, Programs
@@ -160,6 +161,7 @@ class Engine:
                 self._programs.reprice,
             )
         self._metrics = self._new_metrics(before=None)
+        self._host = HostTime()
         self._flights: deque[Flight] = deque()
         self._live: dict[int, Sequence] = {}
         self._unclaimed: dict[int, Completion] = {}
@@ -331,35 +333,47 @@ class Engine:
             plan = self._scheduler.plan()
             if plan is not None:
                 sent = clock()
-                flight = self._programs.dispatch(plan)
+                self._host.dispatched(sent, plan.steps)
+                corrected = self._correction is not None
+                flight = self._programs.dispatch(plan, self._host.step if corrected else 0.0)
                 flight.sent = sent
                 for sequence in (*plan.starting, *(piece.sequence for piece in plan.pieces)):
                     self._metrics.joined(sequence, sent)
                 self._flights.append(flight)
+            else:
+                self._host.idle()
         if plan is not None and not self.config.overlap:
             with self._vital(KeyboardInterrupt):
-                self._flights[-1].wait(clock)
+                self._wait(self._flights[-1])
         failures: list[BaseException] = []
         # Without a new dispatch the oldest one has to be read, or nothing would ever change.
         while not failures and len(self._flights) > (plan is not None):
             with self._vital(KeyboardInterrupt):
-                report = self._flights[0].read(clock)
+                self._wait(self._flights[0])
+                report = self._flights[0].read()
             with self._vital():
                 failures = self._settle(self._flights.popleft(), report)
             if plan is None:
                 break
         return failures
 
+    def _wait(self, flight: Flight) -> None:
+        """Return when it has ended."""
+        clock = self._metrics.clock
+        begin = clock()
+        flight.wait(clock)
+        self._host.waited(clock() - begin)
+
     def _settle(self, flight: Flight, report: Report) -> list[BaseException]:
         """Take over what a dispatch did to requests that still want it; what callbacks raised."""
         failures: list[BaseException] = []
         roster, outcome = self._scheduler.roster, report.outcome
-        rows = np.zeros(flight.batch, np.int64)
-        rows[flight.lanes] = roster.rows[flight.slots]
-        expected = self._metrics.read(flight, report, rows)
-
         here = roster.here(flight.slots, flight.requests)
         slots, lanes, requests = flight.slots[here], flight.lanes[here], flight.requests[here]
+        rows = np.zeros(flight.batch, np.int64)
+        rows[lanes] = roster.rows[slots]
+        expected = self._metrics.read(flight, report, rows)
+
         begun = roster.steps[slots] > 0
         brought = (outcome.tokens, outcome.window, outcome.accepted, outcome.count)
         roster.extend(slots, lanes, *map(np.asarray, brought))
@@ -369,12 +383,10 @@ class Engine:
         self._scheduler.remember(slots)
         finish = np.asarray(report.finish)[-1, lanes]
         changed = np.flatnonzero(~begun | (finish != RUNNING) | roster.watched[slots]).tolist()
-        # a callback may empty slots
-        sequences = [roster.sequences[slots[index]] for index in changed]
-        for index, sequence in zip(changed, sequences, strict=True):
+        shown: list[tuple[Sequence, Completion | None]] = []
+        for index in changed:
+            sequence = roster.sequences[slots[index]]
             assert sequence is not None, "it had not left its slot"
-            if sequence.stage is Stage.DONE:
-                continue
             if sequence.first_token is None and sequence.steps:
                 sequence.first_token = self._metrics.clock()
             if outcome.logprobs is not None:
@@ -384,6 +396,11 @@ class Engine:
             completion = None
             if found is not None:
                 completion = self._unclaimed[sequence.arrival] = self._end(sequence, found)
+            shown.append((sequence, completion))
+        # Callbacks come when everyone is up to date: one may abort another.
+        for sequence, completion in shown:
+            if completion is None and sequence.stage is Stage.DONE:
+                continue
             try:
                 show(sequence, completion)
             except BaseException as failure:  # which must not cost others their tokens

@@ -113,6 +113,8 @@ class Flight:
         Raises:
             Exception: what went wrong on the device.
         """
+        if self.legs[-1].ended is not None:
+            return
         launched = self.launched.done()
         for leg, report in zip(self.legs, self.launched.result(), strict=True):
             words: Any = report.words
@@ -121,10 +123,8 @@ class Flight:
             leg.ended = clock()
             launched = True
 
-    def read(self, clock: Callable[[], float]) -> Report:
-        """Its outcomes on the host, waiting for them if they are not there yet."""
-        if self.legs[-1].ended is None:
-            self.wait(clock)
+    def read(self) -> Report:
+        """Its outcomes on the host; it has been waited for."""
         packed = self.launched.result()
         words = jax.device_get([one.words for one in packed])
         layouts = [one.layout for one in packed]
@@ -261,8 +261,12 @@ class Programs:
         self._launcher.submit(compile_and_run).result()
         self._lanes = None
 
-    def dispatch(self, plan: Plan) -> Flight:
-        """Have a plan launched on the device and return at once."""
+    def dispatch(self, plan: Plan, least: float = 0.0) -> Flight:
+        """Have a plan launched on the device and return at once.
+
+        Args:
+            least: seconds that a step takes at least, whatever it verifies: the host's.
+        """
         roster, slots = self.roster, plan.slots
         needs = tuple(roster.needs[slots].max(axis=0).tolist())
         if needs not in self._chosen:
@@ -284,7 +288,7 @@ class Programs:
 
         def add(starting: list[Text], decoding: int, room: int, steps: int) -> None:
             """A leg in which the first so many decode."""
-            shape = self._shape(slots[:decoding], batch, room, len(slots) - decoding)
+            shape = self._shape(slots[:decoding], batch, room, len(slots) - decoding, least)
             decodes: Any = np.zeros(batch, bool)
             decodes[lanes[:decoding]] = True
             own = Lanes(placed.slots, decodes, placed.table)
@@ -319,13 +323,15 @@ class Programs:
         shapes = self.shapes(batch, pieces * self.prompt_width)
         return shapes if pieces in (0, self.piece_tiers[-1]) else extremes(shapes)
 
-    def _shape(self, slots: np.ndarray, batch: int, pieces: int, prefilling: int) -> Shape | None:
+    def _shape(
+        self, slots: np.ndarray, batch: int, pieces: int, prefilling: int, least: float
+    ) -> Shape | None:
         """What a leg drafts and verifies."""
         if self.choice is None:
             return None
         costs = self._in_use[batch, pieces]
         shapes = self._shapes(batch, pieces)
-        return self.choice.choose(shapes, batch, costs, slots, prefilling=prefilling)
+        return self.choice.choose(shapes, batch, costs, slots, prefilling=prefilling, least=least)
 
     @property
     def _group(self) -> int:

@@ -223,6 +223,7 @@ class ShapeChoice:
         slots: Whole,
         *,
         prefilling: int = 0,
+        least: float = 0.0,
     ) -> Shape:
         """The shape of a dispatch in which the requests of ``slots`` decode in ``batch`` lanes.
 
@@ -233,6 +234,8 @@ class ShapeChoice:
 
         Args:
             prefilling: requests that are not decoding yet, whose prompts the dispatch carries.
+            least: seconds that a step takes at least. A host that needs longer for it than the
+                device has the same time for any shape, and wants the most tokens.
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
@@ -246,6 +249,7 @@ class ShapeChoice:
 
         rows, prices = self._rows[index].sum(), self._prices(shapes, batch, costs)
         seconds = np.array([np.interp(rows, costs.contexts, price) for price in prices])
+        seconds = np.maximum(seconds, least)
         tokens = users + _best_sums(survival, shapes, users)
         promised = tokens / seconds
         if prefilling and self._pace:

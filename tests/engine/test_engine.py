@@ -290,6 +290,24 @@ def test_tokens_are_cut_at_a_stop_string_and_text_is_shown_as_it_grows():
     assert sum(answer.commits) == len(answer.token_ids)
 
 
+def test_whom_a_callback_aborts_is_up_to_date(solo):
+    letters = dataclasses.replace(TARGET, text=Letters())
+    engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"], steps=2))
+    victim = next([token] for token in range(VOCAB) if len(solo([token], 20)) == 20)
+    aborted = []
+
+    def give_up(_):
+        if not aborted and len(engine.tokens(index)) > 2:
+            aborted.append(engine.abort(index))
+
+    engine.add(Request(victim, SamplingParams(max_new_tokens=20)), on_text=give_up)
+    index = engine.add(Request(victim, SamplingParams(max_new_tokens=20, logprobs=1)))
+    drain(engine)
+    (answer,) = aborted
+    assert 2 < len(answer.token_ids) < 20
+    assert [one.token_id for one in answer.logprobs] == list(answer.token_ids)
+
+
 def test_a_failing_callback_costs_nobody_a_token_and_another_may_abort(solo):
     letters = dataclasses.replace(TARGET, text=Letters())
     engine = Engine(letters, None, dataclasses.replace(SMALL, **MODES["off"]))

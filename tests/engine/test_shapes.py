@@ -105,6 +105,17 @@ def test_the_shape_of_highest_expected_throughput_is_taken(trust, a_row, best):
     assert choice.choose(shapes, BATCH, costs(a_row=a_row), range(BATCH)) == best
 
 
+def test_a_host_that_takes_longer_than_the_device_wants_the_most_tokens():
+    choice = choice_of(np.full((BATCH, DEPTH), 0.6))
+    shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
+    rows = [
+        choice.choose(shapes, BATCH, costs(a_row=0.05), range(BATCH), least=least).rows
+        for least in (0.0, 3.0, 10.0)
+    ]
+    assert rows == sorted(set(rows))
+    assert rows[-1] == shapes[-1].rows
+
+
 @pytest.mark.parametrize("a_row", [0.02, 0.05])
 def test_prompts_that_ride_along_make_no_draft_cheaper(a_row):
     choice = choice_of(np.full((BATCH, DEPTH), 0.6))
