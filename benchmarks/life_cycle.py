@@ -11,6 +11,7 @@ or if the engine does not come to an end. Greedy requests are judged in every mo
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -65,7 +66,8 @@ def random_requests(count: int, sampled: bool, seed: int) -> list[Request]:
 
 
 def live_bytes() -> int:
-    """Bytes of every array on the device."""
+    """Bytes of every array on the device, an engine's of before no longer among them."""
+    gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
 
 
