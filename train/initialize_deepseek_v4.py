@@ -7,7 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig, check_fits_v4
+from dspark_jax.drafter.deepseek_v4.config import (
+    STORED,
+    DeepseekV4DrafterConfig,
+    check_fits_v4,
+)
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights
 from dspark_jax.drafter.validate import DrafterMismatch
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
@@ -49,11 +53,9 @@ def drafter_config(
         markov_rank=section.markov_rank,
     )
     try:
-        check_fits_v4(config, target, loaded.stop_token_ids)
+        check_fits_v4(config, target, loaded.stop_token_ids, named={name: name for name in STORED})
     except DrafterMismatch as error:
-        # a section has names of its own for what a checkpoint says with this prefix
-        said = str(error).replace("dspark_noise_token_id", "mask_token_id").replace("dspark_", "")
-        raise DrafterMismatch(f"{where}: {said}") from error
+        raise DrafterMismatch(f"{where}: {error}") from error
     return config
 
 

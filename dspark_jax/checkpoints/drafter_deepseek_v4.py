@@ -25,15 +25,11 @@ from dspark_jax.checkpoints.deepseek_v4_named import (
 )
 from dspark_jax.checkpoints.quantized import STORED_DTYPES
 from dspark_jax.checkpoints.tensors import SafetensorsSource, check_tensors
-from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
+from dspark_jax.drafter.deepseek_v4.config import STORED, DeepseekV4DrafterConfig
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights
 
-_FIELDS = {
-    "block_size": "dspark_block_size",
-    "mask_token_id": "dspark_noise_token_id",
-    "markov_rank": "dspark_markov_rank",
-}
-_TAPS = "dspark_target_layer_ids"
+_TAPS = STORED["target_layer_ids"]
+_FIELDS = {name: stored for name, stored in STORED.items() if stored != _TAPS}
 
 
 def deepseek_v4_drafter_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ from dspark_jax.schedule.cost import (
 )
 
 DEFAULT_CONTEXT = 2048
+
+
+Needs = tuple[bool, bool, int]
+"""Whether to sample, whether to filter by top-k or top-p, and how many logprobs; -1 for none."""
 
 
 def default_mode(drafter: LoadedDrafter | None) -> Mode:
@@ -208,11 +212,23 @@ def _measured_for(target: LoadedTarget) -> dict[str, str]:
 
 def variant(config: StepConfig, params: Sequence[SamplingParams]) -> StepConfig:
     """The step that serves these requests and does nothing they do not need."""
-    wanted = [one.logprobs for one in params if one.logprobs is not None]
-    sampled = [one for one in params if one.temperature > 0]
-    return dataclasses.replace(
-        config,
-        sampled=bool(sampled),
-        filtered=any(one.top_k > 0 or one.top_p < 1 for one in sampled),
-        logprobs=max(wanted) if wanted else None,
-    )
+    return serving(config, needs_of(params))
+
+
+def needs_of(params: Iterable[SamplingParams]) -> Needs:
+    """What a step must be able to do for all of these requests."""
+
+    def own(one: SamplingParams) -> Needs:
+        sampled = one.temperature > 0
+        filtered = sampled and (one.top_k > 0 or one.top_p < 1)
+        return sampled, filtered, -1 if one.logprobs is None else one.logprobs
+
+    sampled, filtered, logprobs = zip((False, False, -1), *map(own, params), strict=True)
+    return any(sampled), any(filtered), max(logprobs)
+
+
+def serving(config: StepConfig, needs: Needs) -> StepConfig:
+    """The step that can do this and no more."""
+    sampled, filtered, logprobs = needs
+    logprobs = None if logprobs < 0 else logprobs
+    return dataclasses.replace(config, sampled=sampled, filtered=filtered, logprobs=logprobs)

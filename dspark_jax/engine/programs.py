@@ -16,7 +16,7 @@ import numpy as np
 from dspark_jax.compiling import compile_together
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
-from dspark_jax.decode.setup import variant
+from dspark_jax.decode.setup import Needs, needs_of, serving
 from dspark_jax.decode.state import Requests, State
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes as on_device
@@ -186,9 +186,8 @@ class Programs:
             dtype=self.dtype,
             stop_width=MAX_STOP_IDS,
         )
-        self._variants: list[StepConfig] = []
+        self._warm: dict[Needs, StepConfig] = {}
         self._steps: dict[tuple[StepConfig, int, Shape | None], StepConfig] = {}
-        self._chosen: dict[tuple[int, ...], StepConfig] = {}
         self._lanes: tuple[Packed, Packed] | None = None
 
     @property
@@ -230,10 +229,8 @@ class Programs:
 
     def warm_up(self, params: Sequence[SamplingParams], progress: bool) -> None:
         """Compile every tier for requests like these."""
-        config = variant(self.config, params)
-        if config not in self._variants:
-            self._variants.append(config)
-            self._chosen.clear()
+        needs = needs_of(params)
+        config = self._warm[needs] = serving(self.config, needs)
         tiers = [
             (batch, columns, pieces, shape)
             for batch in self.batches
@@ -268,11 +265,8 @@ class Programs:
             least: seconds that a step takes at least, whatever it verifies: the host's.
         """
         roster, slots = self.roster, plan.slots
-        needs = tuple(roster.needs[slots].max(axis=0).tolist())
-        if needs not in self._chosen:
-            everyone = [roster.sequences[slot] for slot in slots]
-            self._chosen[needs] = self._covering([one.job.params for one in everyone if one])
-        config = self._chosen[needs]
+        sampled, filtered, logprobs = roster.needs[slots].max(axis=0).tolist()
+        config = self._covering((bool(sampled), bool(filtered), logprobs))
         batch = _tier(self.batches, len(slots))
         columns = _tier(self.columns, int(roster.pages[slots].max()))
         lanes = slots if batch == self.slots else np.arange(len(slots))
@@ -337,21 +331,14 @@ class Programs:
     def _group(self) -> int:
         return min(self.slots, START_GROUP)
 
-    def _covering(self, params: Sequence[SamplingParams]) -> StepConfig:
-        """The leanest warmed-up step that serves these requests, or one of their own."""
-        wanted = variant(self.config, params)
+    def _covering(self, wanted: Needs) -> StepConfig:
+        """The leanest warmed-up step that can do this, or one of its own."""
 
-        def serves(config: StepConfig) -> bool:
-            return (
-                config.sampled >= wanted.sampled
-                and config.filtered >= wanted.filtered
-                and _logprobs(config) >= _logprobs(wanted)
-            )
+        def serves(warm: Needs) -> bool:
+            return all(have >= need for have, need in zip(warm, wanted, strict=True))
 
-        def work(config: StepConfig) -> tuple[bool, bool, int]:
-            return config.sampled, config.filtered, _logprobs(config)
-
-        return min(filter(serves, self._variants), key=work, default=wanted)
+        leanest = min(filter(serves, self._warm), default=None)
+        return serving(self.config, wanted) if leanest is None else self._warm[leanest]
 
     def _launch(self, call: Call) -> Packed:
         program, *operands, static = call
@@ -450,10 +437,6 @@ def _placed(
 
 def _tier(tiers: tuple[int, ...], wanted: int) -> int:
     return next(tier for tier in tiers if tier >= wanted)
-
-
-def _logprobs(config: StepConfig) -> int:
-    return -1 if config.logprobs is None else config.logprobs
 
 
 def _same(old: Packed, new: Packed) -> bool:

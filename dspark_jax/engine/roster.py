@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from dspark_jax.decode.setup import needs_of
 from dspark_jax.engine.sequence import Sequence
 from dspark_jax.models.pages import PagePool
 
@@ -36,7 +37,7 @@ class Roster:
         records: ``[3, S, N]`` window, accepted drafts and commits of each step.
         expected: ``[S]`` accepted drafts expected of all windows, summed survivals; NaN without.
         decoding: ``[S]`` whether they decode.
-        needs: ``[S, 3]`` what a step must be able to do for them: to sample, to filter, logprobs.
+        needs: ``[S, 3]`` what a step must be able to do for them (`decode.setup.Needs`).
         watched: ``[S]`` whether every dispatch is looked at: stop strings, streams, logprobs.
     """
 
@@ -64,10 +65,9 @@ class Roster:
             counts[slot] = 0
         self.expected[slot], self.decoding[slot] = np.nan, False
         params, stream = sequence.job.params, sequence.job.stream
-        logprobs = -1 if params.logprobs is None else params.logprobs
-        filtered = params.top_k > 0 or params.top_p < 1
-        self.needs[slot] = params.temperature > 0, params.temperature > 0 and filtered, logprobs
-        self.watched[slot] = bool(params.stop) or stream is not None or logprobs >= 0
+        self.needs[slot] = needs_of([params])
+        shown = stream is not None or params.logprobs is not None
+        self.watched[slot] = bool(params.stop) or shown
         sequence.roster, sequence.slot = self, slot
 
     def free(self, sequence: Sequence) -> None:
