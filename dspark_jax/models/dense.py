@@ -80,7 +80,8 @@ def forward(
     hidden = jnp.take(weights.embed, packed.tokens, axis=0)
     outputs = {-1: hidden} if -1 in taps else {}
     keys, values = list(cache.keys), list(cache.values)
-    rows = _Rows(packed, phases, page, offset, limits, cache.table)
+    places = [part.places() for part in packed.parts]
+    rows = _Rows(packed, phases, page, offset, limits, places, cache.table)
     for index, layer in enumerate(weights.layers):
         hidden, keys[index], values[index] = _layer(
             layer, hidden, keys[index], values[index], rows, eps=config.rms_norm_eps
@@ -105,6 +106,7 @@ class _Rows:
     page: Int[Array, "T"]
     offset: Int[Array, "T"]
     limits: list[Array]
+    places: list[Array | None]
     table: Int[Array, "S C"] | None
 
 
@@ -131,10 +133,15 @@ def _layer(
         eps=eps,
     )
     packed = rows.packed
-    attended = packed.join(
-        part.pack(paged_attention(part.unpack(own), keys, values, limit, part.slots, rows.table))
-        for part, own, limit in zip(packed.parts, packed.split(query), rows.limits, strict=True)
-    )
+    queries = packed.split(query)
+
+    def attend(part: Packed, own: Array, limit: Array, places: Array | None) -> Array:
+        if places is None:
+            own = part.unpack(own)
+        out = paged_attention(own, keys, values, limit, part.slots, rows.table, rows=places)
+        return part.pack(out) if places is None else out
+
+    attended = packed.join(map(attend, packed.parts, queries, rows.limits, rows.places))
     hidden = linear_add(attended.reshape(hidden.shape[0], -1), layer.out, hidden)
     gated = rms_linear(hidden, layer.post_norm, layer.gate_up, eps=eps, gated=True)
     return linear_add(gated, layer.down, hidden), keys, values

@@ -66,6 +66,22 @@ class Packed:
         source = self.request * width + self.within()
         return jnp.take(flat, source, axis=0, mode="fill", fill_value=0)
 
+    def places(self) -> Int[Array, "A W"] | None:
+        """Like ``row``, but each padding row is the place of an absent query, that all have one.
+
+        None where row ``a*W + w`` is query w of request a.
+        """
+        if self.rectangular:
+            return None
+        requests, width = self.row.shape
+        here = self.row < self.tokens.shape[0]
+        count = here.sum(axis=1)
+        ends = jnp.cumsum(count)
+        # absent queries of the requests before, and of this one before query w
+        before = jnp.arange(requests) * width - (ends - count)
+        absent = before[:, None] + jnp.arange(width) - count[:, None]
+        return jnp.where(here, self.row, ends[-1] + absent).astype(jnp.int32)
+
     def within(self) -> Int[Array, "T"]:
         """``[T]`` offset of each packed row inside its request's window (0 in padding)."""
         first = jnp.take(self.row[:, 0], self.request, mode="fill", fill_value=0)

@@ -21,6 +21,7 @@ import numpy as np
 
 from pallas_kernels.paged_attention import mosaic_gpu, reference
 from pallas_kernels.paged_attention.mosaic_gpu import Tuning
+from pallas_kernels.paged_attention.packing import apart, together
 from pallas_kernels.paged_attention.shapes import SHAPES, SWEPT, Shape
 
 CALLS = 30
@@ -32,8 +33,35 @@ Attend = Callable[..., jax.Array]
 
 
 def implementations() -> dict[str, Attend]:
-    """The implementations as callers get them."""
-    return {"mosaic": mosaic_gpu.paged_attention, "xla": jax.jit(reference.paged_attention)}
+    """The implementations as callers get them, and packed queries with and without gathers."""
+    return {
+        "mosaic": mosaic_gpu.paged_attention,
+        "mosaic, packed": functools.partial(_packed, by_kernel=True),
+        "mosaic, gathered": functools.partial(_packed, by_kernel=False),
+        "xla": jax.jit(reference.paged_attention),
+    }
+
+
+@functools.partial(jax.jit, static_argnames="by_kernel")
+def _packed(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    position: jax.Array,
+    slots: jax.Array | None,
+    *,
+    by_kernel: bool,
+) -> jax.Array:
+    """Queries found through the places that they happen to have; the compiler knows none of them."""
+    first = jnp.minimum(position.max(), 0)
+    rows = first + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
+    packed = query.reshape(-1, *query.shape[2:])
+    if by_kernel:
+        out = mosaic_gpu.paged_attention(packed, keys, values, position, slots, rows=rows)
+    else:
+        out = mosaic_gpu.paged_attention(apart(packed, rows), keys, values, position, slots)
+        out = together(out, rows, len(packed))
+    return out.reshape(query.shape)
 
 
 def tunings(shape: Shape) -> dict[str, Attend]:

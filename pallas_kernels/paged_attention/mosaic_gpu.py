@@ -21,6 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.packing import together
+
 ROWS = 64
 """Query rows of a block: the height of one wgmma product."""
 
@@ -63,10 +65,11 @@ def unsupported(
     query: jax.Array | jax.ShapeDtypeStruct,
     keys: jax.Array | jax.ShapeDtypeStruct,
     values: jax.Array | jax.ShapeDtypeStruct,
+    width: int,
     tuning: Tuning = DEFAULT,
 ) -> str | None:
     """Why the kernel cannot take these operands, naming the value found and wanted, or None."""
-    _, width, heads, head_dim = query.shape
+    heads, head_dim = query.shape[-2:]
     kv_heads, page_size = keys.shape[1:3]
     rows = width * heads // kv_heads
     for name, operand in (("query", query), ("keys", keys), ("values", values)):
@@ -92,17 +95,18 @@ def split_count(blocks: int, capacity: int, tile: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
 def paged_attention(
-    query: Float[Array, "A W H E"],
+    query: Float[Array, "A W H E"] | Float[Array, "T H E"],
     keys: Float[Array, "B N P E"],
     values: Float[Array, "B N P E"],
     position: Int[Array, "A W"],
     slots: Int[Array, "A"] | None,
     table: Int[Array, "S C"] | None = None,
+    rows: Int[Array, "A W"] | None = None,
     *,
     tuning: Tuning = DEFAULT,
     interpret: Any = False,
-) -> Float[Array, "A W H E"]:
-    """The operation of `reference.paged_attention` for operands that `unsupported` passes.
+) -> Float[Array, "A W H E"] | Float[Array, "T H E"]:
+    """The operation of `api.paged_attention` for operands that `unsupported` passes.
 
     Jitted, so that a model of many layers traces and lowers it once. Not differentiable.
 
@@ -113,10 +117,12 @@ def paged_attention(
         position: absolute position of each query row, -1 in padding rows.
         slots: cache slot of each request, or None for slot a of request a.
         table: pages of each slot, or None for page s of slot s.
+        rows: where in ``query`` each query is, if they are packed.
         tuning: see `Tuning`.
         interpret: GPU interpreter parameters, to run the kernel on a CPU.
     """
-    requests, width, heads, _ = query.shape
+    requests, width = position.shape
+    heads = query.shape[-2]
     pages, kv_heads, page_size, _ = keys.shape
     slot_count, columns = (pages, 1) if table is None else table.shape
     capacity = columns * page_size
@@ -131,22 +137,27 @@ def paged_attention(
     row_limit = jnp.pad(row_limit, ((0, 0), (0, ROWS - width * group)), constant_values=-1)
 
     splits = tuning.splits or split_count(requests * kv_heads, capacity, tuning.tile)
-    lookups = [x for x in (slots, table) if x is not None]
+    lookups = {"slots": slots, "table": table, "rows": rows}
     results = _launch(
-        query,
+        query.reshape(-1, *query.shape[-2:]),
         keys,
         values,
         length,
         row_limit,
-        slots is not None,
-        lookups,
+        width,
+        {name: found for name, found in lookups.items() if found is not None},
         tuning,
         splits,
         interpret,
     )
     if splits == 1:
-        return results[0]
-    return _combine(*results).astype(query.dtype)
+        return results[0].reshape(query.shape)
+    partial, lse = results
+    # by query: a row of a request is its W queries times the heads of a group
+    lse = lse[..., : width * group].reshape(splits, requests, kv_heads, width, group)
+    lse = lse.transpose(1, 3, 0, 2, 4).reshape(requests, width, splits, heads)
+    lse = lse.reshape(-1, splits, heads) if rows is None else together(lse, rows, len(query))
+    return _combine(partial, lse.swapaxes(0, 1)).astype(query.dtype).reshape(query.shape)
 
 
 def _product(left: Any, right: Any) -> jax.Array:
@@ -172,17 +183,11 @@ def _interpreted_product(left: Any, right: Any) -> jax.Array:
     return result
 
 
-def _combine(
-    partial: Float[Array, "P A W H E"], lse: Float[Array, "P A N R"]
-) -> Float[Array, "A W H E"]:
+def _combine(partial: Float[Array, "P T H E"], lse: Float[Array, "P T H"]) -> Float[Array, "T H E"]:
     """Joins the results of ``P`` splits of the keys, weighed by their sums of exponentials.
 
     ``lse`` holds base-2 logarithms; a split that saw no key has a very low one and result 0.
     """
-    splits, requests, width, heads, _ = partial.shape
-    kv_heads = lse.shape[2]
-    lse = lse[..., : width * heads // kv_heads].reshape(splits, requests, kv_heads, width, -1)
-    lse = lse.transpose(0, 1, 3, 2, 4).reshape(partial.shape[:-1])
     weight = jnp.exp2(lse - lse.max(axis=0))
     weight = weight / weight.sum(axis=0)
     return (partial * weight[..., None]).sum(axis=0)
@@ -288,25 +293,25 @@ def _attend(
 
 
 def _launch(
-    query: Float[Array, "A W H E"],
+    query: Float[Array, "T H E"],
     keys: Float[Array, "B N P E"],
     values: Float[Array, "B N P E"],
     length: Int[Array, "A"],
     row_limit: Int[Array, "A R"],
-    by_slot: bool,
-    lookups: list[jax.Array],
+    width: int,
+    lookups: dict[str, jax.Array],
     tuning: Tuning,
     splits: int,
     interpret: Any,
 ) -> list[jax.Array]:
     """One block per (request, key/value head, split): ``[out]``, or ``[partial, lse]`` if split.
 
-    ``lookups`` hold the slots if ``by_slot``, then the page table if there is one.
+    ``lookups`` are those of slots, page table and rows that are not the identity.
     """
-    requests, width, heads, head_dim = query.shape
+    query_rows, heads, head_dim = query.shape
+    requests = len(length)
     kv_heads, page_size = keys.shape[1:3]
     group = heads // kv_heads
-    paged = len(lookups) > by_slot
     tile, stages = tuning.tile, tuning.stages
     product = _interpreted_product if interpret else _product
 
@@ -334,8 +339,9 @@ def _launch(
     def kernel(query_gmem, keys_gmem, values_gmem, length_gmem, limit_gmem, *rest, **smem):
         request, head = lax.axis_index("request"), lax.axis_index("head")
         split = lax.axis_index("split")
-        given, outputs = rest[: len(lookups)], rest[len(lookups) :]
-        cache_slot = given[0][request] if by_slot else request
+        given = dict(zip(lookups, rest, strict=False))
+        outputs = rest[len(lookups) :]
+        cache_slot = given["slots"][request] if "slots" in given else request
         end = length_gmem[request]
 
         tiles = pl.cdiv(end, jnp.int32(tile))
@@ -345,23 +351,27 @@ def _launch(
 
         def locate(step):
             row = (first + step) * tile
-            if not paged:
+            if "table" not in given:
                 return cache_slot, head, pl.ds(row, tile)
-            page = given[-1][cache_slot, row // page_size]
+            page = given["table"][cache_slot, row // page_size]
             return page, head, pl.ds(row % page_size, tile)
 
         key_tiles = _Stream(keys_gmem, smem["key_ring"], smem["key_ready"], stages, locate)
         value_tiles = _Stream(values_gmem, smem["value_ring"], smem["value_ready"], stages, locate)
 
-        def heads_of(w):
-            return request, w, pl.ds(head * group, group)
+        places = [given["rows"][request, w] if "rows" in given else None for w in range(width)]
+
+        def heads_of(row):
+            return row, pl.ds(head * group, group)
 
         def rows_of(w):
             return pl.ds(w * group, group)
 
         staged, ready = smem["query_rows"], smem["query_ready"]
-        for w in range(width):
-            plgpu.copy_gmem_to_smem(query_gmem.at[heads_of(w)], staged.at[rows_of(w)], ready)
+        for w, place in enumerate(places):
+            # an absent query shows the last one: its limit is -1
+            row = request * width + w if place is None else jnp.minimum(place, query_rows - 1)
+            plgpu.copy_gmem_to_smem(query_gmem.at[heads_of(row)], staged.at[rows_of(w)], ready)
         for step in range(stages):
 
             @pl.when(step < count)
@@ -398,11 +408,18 @@ def _launch(
             smem["lse_rows"][...] = top + jnp.log2(total)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem["lse_rows"], outputs[1].at[split, request, head])
-        for w in range(width):
-            plgpu.copy_smem_to_gmem(staged.at[rows_of(w)], target.at[heads_of(w)])
+        for w, place in enumerate(places):
+
+            def write(w=w, row=request * width + w if place is None else place):
+                plgpu.copy_smem_to_gmem(staged.at[rows_of(w)], target.at[heads_of(row)])
+
+            if place is None:
+                write()
+            else:
+                pl.when(place < query_rows)(write)
         plgpu.wait_smem_to_gmem(0)
 
-    operands = [query, keys, values, length, row_limit, *lookups]
+    operands = [query, keys, values, length, row_limit, *lookups.values()]
     return plgpu.kernel(
         kernel,
         out_type=out_type,

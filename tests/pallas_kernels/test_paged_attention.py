@@ -20,7 +20,7 @@ Attend = Callable[..., jax.Array]
 ROUNDING = 5e-3
 
 
-def interpreted(query, keys, values, position, slots=None, table=None, *, splits=1):
+def interpreted(query, keys, values, position, slots=None, table=None, rows=None, *, splits=1):
     """The Mosaic kernel on the CPU, checked for races; the smallest ring, so that it wraps."""
     result = mosaic_gpu.paged_attention(
         query,
@@ -29,6 +29,7 @@ def interpreted(query, keys, values, position, slots=None, table=None, *, splits
         position,
         slots,
         table,
+        rows,
         tuning=Tuning(tile=64, stages=2, splits=splits),
         interpret=InterpretGPUParams(detect_races=True),
     )
@@ -46,14 +47,15 @@ def attend(request: pytest.FixtureRequest) -> Iterator[Attend]:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         return
 
-    attend = functools.partial(paged_attention, implementation=request.param)
-    if request.param == "live":
-        attend = functools.partial(live_rows.paged_attention, block=64)
-    attend = jax.jit(attend)
+    @jax.jit
+    def attend(*operands, rows=None):
+        if request.param == "live" and rows is None:
+            return live_rows.paged_attention(*operands, block=64)
+        return paged_attention(*operands, rows=rows, implementation=request.param)
 
-    def run(*operands: jax.Array, splits: int = 1) -> jax.Array:
+    def run(*operands: jax.Array, rows: jax.Array | None = None, splits: int = 1) -> jax.Array:
         del splits
-        return attend(*operands)
+        return attend(*operands, rows=rows)
 
     yield run
 
@@ -176,6 +178,28 @@ def test_rows_are_found_through_the_page_table(attend, slots):
     assert relative_error(attend(*paged), by_hand(*case)) < ROUNDING
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_packed_queries_attend_as_those_side_by_side(attend, splits):
+    query, keys, values, position, _ = operands(3, 4, 6, 2, 192, [9, 130, 70])
+    # ten rows; absent queries have rows of their own, but for one that has none
+    rows = jnp.asarray([[4, 9, 8, 6], [0, 1, 2, 3], [5, 7, 10, 11]], jnp.int32)
+    absent = jnp.asarray([[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 1]], bool)
+    position = jnp.where(absent, -1, position)
+    packed = jnp.full((10, 6, 64), jnp.nan, query.dtype).at[rows].set(query, mode="drop")
+    got = np.asarray(attend(packed, keys, values, position, rows=rows, splits=splits), np.float32)
+    want = by_hand(query, keys, values, position)
+    assert got.shape == packed.shape
+    for request, number in np.ndindex(rows.shape):
+        row = int(rows[request, number])
+        if row >= len(packed):
+            continue
+        if absent[request, number]:
+            assert not got[row].any()
+        else:
+            assert relative_error(got[row], want[request, number]) < ROUNDING
+
+
 @pytest.mark.parametrize("length", [0, 64, 65, 150])
 def test_a_cache_that_ends_inside_a_block_is_read_once(length):
     case = operands(1, 2, 3, 1, 150, [length])
@@ -209,26 +233,35 @@ def test_the_kernel_lowers_for_hopper_with_pages(name):
     assert lowers(name, mosaic_gpu.DEFAULT, page_size=64)
 
 
+@pytest.mark.parametrize("splits", [None, 2])
+def test_the_kernel_lowers_for_hopper_with_packed_queries(splits):
+    assert lowers(SWEPT[-1], Tuning(splits=splits), page_size=64, packed=True)
+
+
 @pytest.mark.parametrize("tuning", [Tuning(128, 2), Tuning(64, 4), Tuning(splits=3)])
 def test_other_tunings_lower_for_hopper(tuning):
     assert lowers(SWEPT[-1], tuning)
 
 
-def lowers(name: str, tuning: Tuning, page_size: int | None = None) -> bool:
+def lowers(
+    name: str, tuning: Tuning, page_size: int | None = None, *, packed: bool = False
+) -> bool:
     shape = SHAPES[name]
     rows = (shape.requests, shape.width, shape.heads, shape.head_dim)
     columns = shape.capacity // (page_size or shape.capacity)
     cache = (shape.requests * columns, shape.kv_heads, shape.capacity // columns, shape.head_dim)
     table = jax.ShapeDtypeStruct((shape.requests, columns), jnp.int32)
+    query = (rows[0] * rows[1] // 2, *rows[2:]) if packed else rows
     specs = (
-        jax.ShapeDtypeStruct(rows, jnp.bfloat16),
+        jax.ShapeDtypeStruct(query, jnp.bfloat16),
         jax.ShapeDtypeStruct(cache, jnp.bfloat16),
         jax.ShapeDtypeStruct(cache, jnp.bfloat16),
         jax.ShapeDtypeStruct(rows[:2], jnp.int32),
         jax.ShapeDtypeStruct(rows[:1], jnp.int32),
         table if page_size else None,
+        jax.ShapeDtypeStruct(rows[:2], jnp.int32) if packed else None,
     )
-    assert mosaic_gpu.unsupported(*specs[:3], tuning) is None
+    assert mosaic_gpu.unsupported(*specs[:3], shape.width, tuning) is None
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -257,7 +290,7 @@ def test_the_kernel_says_what_it_does_not_support(change, says):
     sizes = {"dtype": jnp.bfloat16, "head_dim": 64, "width": 8, "capacity": 128} | change
     query = jnp.zeros((1, sizes["width"], 3, sizes["head_dim"]), sizes["dtype"])
     keys = jnp.zeros((1, 1, sizes["capacity"], sizes["head_dim"]), sizes["dtype"])
-    assert says in (mosaic_gpu.unsupported(query, keys, keys) or "")
+    assert says in (mosaic_gpu.unsupported(query, keys, keys, sizes["width"]) or "")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
@@ -279,6 +312,10 @@ def test_shapes_that_disagree_are_refused():
         paged_attention(query, keys, values, position[:, :1])
     with pytest.raises(ValueError, match="2 requests and the cache 3 slots"):
         paged_attention(query, keys, values, position, None, jnp.zeros((3, 1), jnp.int32))
+    with pytest.raises(ValueError, match=r"query and keys have 4 and 4 axes, wanted \[T, H, E\]"):
+        paged_attention(query, keys, values, position, rows=position)
+    with pytest.raises(ValueError, match="rows have shape"):
+        paged_attention(query[0], keys, values, position, rows=position[:1])
     with pytest.raises(ValueError, match="table has shape"):
         paged_attention(query, keys, values, position, None, jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="implementation is 'triton'"):
