@@ -52,7 +52,7 @@ def _packed(
     *,
     by_kernel: bool,
 ) -> jax.Array:
-    """Queries found through the places that they happen to have; the compiler knows none of them."""
+    """Queries found through places that the compiler does not know."""
     first = jnp.minimum(position.max(), 0)
     rows = first + jnp.arange(position.size, dtype=jnp.int32).reshape(position.shape)
     packed = query.reshape(-1, *query.shape[2:])
