@@ -17,12 +17,13 @@ from dspark_jax.compiling import compile_together
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import Needs, needs_of, serving
-from dspark_jax.decode.state import Requests, State
+from dspark_jax.decode.state import Requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes as on_device
 from dspark_jax.engine.config import piece_tiers
 from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
-from dspark_jax.engine.packing import Packed, pack, unpack
+from dspark_jax.engine.leaves import Structure, structure_of, touched
+from dspark_jax.engine.packing import Layout, Packed, pack, unpack
 from dspark_jax.engine.roster import Roster, slots_of
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
@@ -44,25 +45,49 @@ _START = jax.jit(
 )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _admit(state: State, starting: Packed) -> State:
-    return on_device.admit(state, unpack(starting))
+@functools.partial(jax.jit, static_argnames=("structure", "places"), donate_argnums=0)
+def _admit(
+    rows: list[jax.Array], starting: jax.Array, *, structure: Structure, places: tuple[int, ...]
+) -> list[jax.Array]:
+    """Leaves of the state at ``places``, which are all that it takes."""
+    tree, layout = structure.parts
+    leaves: list[Any] = [None] * tree.num_leaves
+    for place, row in zip(places, rows, strict=True):
+        leaves[place] = row
+    # what is missing is an object without any attribute: whoever looked at it would fail
+    leaves = [object() if leaf is None else leaf for leaf in leaves]
+    after = _admitted(leaves, starting, tree, layout)
+    return [after[place] for place in places]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnums=1)
+def _admitted(leaves: list[Any], starting: Any, tree: Any, layout: Layout) -> list[Any]:
+    state = on_device.admit(tree.unflatten(leaves), unpack(Packed(starting, layout)))
+    return tree.flatten_up_to(state)
+
+
+@functools.partial(jax.jit, static_argnames=("structure", "config", "steps"), donate_argnums=1)
 def _run(
-    weights: Weights,
-    state: State,
-    tables: CostTables,
-    lanes: Packed,
-    pieces: Packed | None,
+    weights: list[jax.Array],
+    state: list[jax.Array],
+    tables: list[jax.Array],
+    lanes: jax.Array,
+    pieces: jax.Array | None,
     *,
+    structure: Structure,
     config: StepConfig,
     steps: int,
-) -> tuple[State, Packed]:
-    given = unpack(lanes), None if pieces is None else unpack(pieces)
-    state, report = on_device.run(weights, state, tables, *given, config=config, steps=steps)
-    return state, pack(report)
+) -> tuple[list[jax.Array], Packed]:
+    weights_tree, state_tree, tables_tree, lanes_layout, pieces_layout = structure.parts
+    after, report = on_device.run(
+        weights_tree.unflatten(weights),
+        state_tree.unflatten(state),
+        tables_tree.unflatten(tables),
+        unpack(Packed(lanes, lanes_layout)),
+        None if pieces is None else unpack(Packed(pieces, pieces_layout)),
+        config=config,
+        steps=steps,
+    )
+    return jax.tree.leaves(after), pack(report)
 
 
 @dataclasses.dataclass
@@ -178,7 +203,7 @@ class Programs:
 
     def __post_init__(self) -> None:
         self._launcher = ThreadPoolExecutor(1, "dspark-launcher")
-        self._state = _START(
+        state = _START(
             self.config,
             slots=self.slots,
             pool=self.pool,
@@ -186,8 +211,14 @@ class Programs:
             dtype=self.dtype,
             stop_width=MAX_STOP_IDS,
         )
+        self._weights, self._weights_tree = jax.tree.flatten(self.weights)
+        self._state, self._state_tree = jax.tree.flatten(state)
+        nobody = self._starting([])
+        self._admits = structure_of(self._state_tree, nobody.layout)
+        change = functools.partial(_admitted, tree=self._state_tree, layout=nobody.layout)
+        self._admit_places = touched(change, self._state, nobody.words)
         self._warm: dict[Needs, StepConfig] = {}
-        self._steps: dict[tuple[StepConfig, int, Shape | None], StepConfig] = {}
+        self._statics: dict[tuple[StepConfig, int, int, int, Shape | None], dict[str, Any]] = {}
         self._lanes: tuple[Packed, Packed] | None = None
 
     @property
@@ -210,9 +241,16 @@ class Programs:
         }
 
     @cached_property
-    def _priced(self) -> dict[tuple[int, int], CostTables]:
-        """The same on the device."""
-        return jax.device_put(self.costs)
+    def _tables_tree(self) -> Any:
+        return jax.tree.structure(next(iter(self.costs.values())))
+
+    @cached_property
+    def _priced(self) -> dict[tuple[int, int], list[jax.Array]]:
+        """The same on the device, as lists."""
+        return {program: self._placed_tables(tables) for program, tables in self.costs.items()}
+
+    def _placed_tables(self, tables: CostTables) -> list[jax.Array]:
+        return jax.device_put(jax.tree.leaves(tables))
 
     @cached_property
     def _in_use(self) -> dict[tuple[int, int], CostTables]:
@@ -224,8 +262,7 @@ class Programs:
         self._in_use[program] = tables
         if self.choice is not None:
             return  # the host alone decides by them
-        costs = jax.device_put({"verify": tables.verify, "draft": tables.draft})
-        self._priced[program] = dataclasses.replace(self._priced[program], **costs)
+        self._priced[program] = self._placed_tables(tables)
 
     def warm_up(self, params: Sequence[SamplingParams], progress: bool) -> None:
         """Compile every tier for requests like these."""
@@ -246,7 +283,7 @@ class Programs:
 
         def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
             program, *operands, static = call(*tier)
-            return program.lower(self.weights, self._state, *operands, **static)
+            return program.lower(self._weights, self._state, *operands, **static)
 
         def compile_and_run() -> None:
             self._admit(self._starting([]))
@@ -342,7 +379,7 @@ class Programs:
 
     def _launch(self, call: Call) -> Packed:
         program, *operands, static = call
-        self._state, report = program(self.weights, self._state, *operands, **static)
+        self._state, report = program(self._weights, self._state, *operands, **static)
         return report
 
     def _call(
@@ -354,24 +391,31 @@ class Programs:
         shape: Shape | None,
     ) -> Call:
         """A launch: a step with room for ``count`` pieces of prompts, or ``steps`` without."""
-        batch = placed.decoding.shape[0]
-        key = config, batch, shape
-        if key not in self._steps:
-            self._steps[key] = (
+        batch, columns = placed.table.shape
+        tables, lanes = self._priced[batch, count], self._on_device(placed)
+        rows = pack(self._rows(pieces, count, batch)) if count else None
+        key = config, batch, columns, count, shape
+        if key not in self._statics:
+            layout = None if rows is None else rows.layout
+            parts = self._weights_tree, self._state_tree, self._tables_tree, lanes.layout, layout
+            step = (
                 self.stepping(config, batch)
                 if shape is None
                 else dataclasses.replace(config, shape=shape, walk_caps=())
             )
-        tables, lanes = self._priced[batch, count], self._on_device(placed)
-        rows = jax.device_put(pack(self._rows(pieces, count, batch))) if count else None
-        steps = 1 if count else self.steps
-        return _run, tables, lanes, rows, {"config": self._steps[key], "steps": steps}
+            self._statics[key] = {
+                "structure": structure_of(*parts),
+                "config": step,
+                "steps": 1 if count else self.steps,
+            }
+        words = None if rows is None else jax.device_put(rows.words)
+        return _run, tables, lanes.words, words, self._statics[key]
 
     def _on_device(self, placed: Lanes) -> Packed:
         """The same, copied only if it differs from what the last dispatch had."""
         packed, held = pack(placed), self._lanes
         if held is None or not _same(held[0], packed):
-            held = self._lanes = packed, jax.device_put(packed)
+            held = self._lanes = packed, Packed(jax.device_put(packed.words), packed.layout)
         return held[1]
 
     def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
@@ -384,7 +428,10 @@ class Programs:
         return Pieces(tokens, lane, start, rows)  # pyright: ignore[reportArgumentType]
 
     def _admit(self, starting: Packed) -> None:
-        self._state = _admit(self._state, starting)
+        rows = [self._state[place] for place in self._admit_places]
+        rows = _admit(rows, starting.words, structure=self._admits, places=self._admit_places)
+        for place, row in zip(self._admit_places, rows, strict=True):
+            self._state[place] = row
 
     def _starting(self, sequences: Sequence[Text]) -> Packed:
         """Prefilled sequences that begin to decode; what they emitted before counts as emitted."""
@@ -421,7 +468,8 @@ class Programs:
                 stop_ids=stop_ids,
             ),
         )
-        return jax.device_put(pack(starting))
+        packed = pack(starting)
+        return Packed(jax.device_put(packed.words), packed.layout)
 
 
 def _placed(
