@@ -152,7 +152,7 @@ def bench(
         seed=seed,
         max_context=max_context,
         page_size=page_size,
-        steps=base.dispatch_steps(),
+        steps=[base.dispatch_steps(tier) for tier in base.batches()],
         lag=lag,
         bound_blocks=bound_blocks,
         cost_table=None if cost_table is None else cost_table.name,

@@ -17,8 +17,21 @@ from dspark_jax.schedule.cost import CostTables
 DEFAULT_PROMPT_ROWS = 256
 """Least prompt tokens of a step, when ``max_batched_tokens`` leaves it open."""
 
+PROMPT_ROWS_A_REQUEST = 4
+"""Prompt tokens of a step for each request, so that what comes keeps pace with what ends.
+
+A short question's hundred tokens come back after some sixty steps, and one step in a few carries
+prompts.
+"""
+
 GPU_STEPS = 4
-"""Steps of a dispatch on a GPU: 1.2 ms of launching, and as much for a few requests' answers."""
+"""Steps of a dispatch on a GPU: in the time of fewer the host could not prepare the next one."""
+
+LONG_GPU_STEPS = 2
+"""The same where many requests make the steps long."""
+
+MANY_LANES = 512
+"""Requests of which a step is long."""
 
 MANY_PIECES = 16
 """Pieces of prompts in a step, above which a quarter of them gets a program of its own."""
@@ -49,7 +62,7 @@ class EngineConfig:
         prompt_width: rows of a piece of a prompt; the GPU kernel takes 64 N / H at most, and an
             even number.
         max_batched_tokens: most rows of a step: full windows of all requests, and as many pieces
-            of prompts as fit beside them. None takes 2 prompt rows a request, 256 at least.
+            of prompts as fit beside them. None takes 4 prompt rows a request, 256 at least.
         batch_tiers: increasing request counts that a step is compiled for, up to
             ``max_requests``; None takes powers of four.
         token_tiers: increasing row counts that a compact step is compiled for, beside full windows
@@ -120,15 +133,18 @@ class EngineConfig:
         known = not isinstance(table, CostTables) or bool(table.known)
         return table is not None and known and self.threshold is None
 
-    def dispatch_steps(self) -> int:
-        """Steps of a dispatch, beside one in which prompts are read.
+    def dispatch_steps(self, requests: int) -> int:
+        """Steps of a dispatch in which so many take part, beside one in which prompts are read.
 
         Who ends takes part until the dispatch after is over, so they are few; on a GPU enough for
         the host to prepare and launch the next dispatch meanwhile.
         """
         if self.steps is not None:
             return self.steps
-        return GPU_STEPS if jax.default_backend() == "gpu" else 1
+        if jax.default_backend() != "gpu":
+            return 1
+        lanes = next(tier for tier in self.batches() if tier >= requests)
+        return GPU_STEPS if lanes < MANY_LANES else LONG_GPU_STEPS
 
     def batches(self) -> tuple[int, ...]:
         """Request counts that a step is compiled for."""
@@ -184,7 +200,8 @@ class EngineConfig:
         """
         windows = self.max_requests * width
         if self.max_batched_tokens is None:
-            return max(1, max(DEFAULT_PROMPT_ROWS, 2 * self.max_requests) // self.prompt_width)
+            rows = max(DEFAULT_PROMPT_ROWS, PROMPT_ROWS_A_REQUEST * self.max_requests)
+            return max(1, rows // self.prompt_width)
         pieces = (self.max_batched_tokens - windows) // self.prompt_width
         if pieces < 1:
             raise ValueError(

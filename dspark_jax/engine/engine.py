@@ -133,7 +133,7 @@ class Engine:
             width=step.width,
             pieces=pieces,
             prompt_width=config.prompt_width,
-            steps=config.dispatch_steps(),
+            steps=config.dispatch_steps,
             prefix_reuse=reuse,
         )
         self._programs = Programs(
@@ -149,7 +149,7 @@ class Engine:
             columns=columns,
             pieces=pieces,
             prompt_width=config.prompt_width,
-            steps=config.dispatch_steps(),
+            steps=config.dispatch_steps,
             context=self.context,
             dtype=cache_dtype(target),
         )

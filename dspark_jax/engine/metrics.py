@@ -225,10 +225,13 @@ class Metrics:
                 draft += float(drafted.sum())
             predicted = verified + drafted
             sums["predicted_seconds"] += float(predicted.sum())
-            sums["relative_error"] += float(np.abs(predicted - seconds).sum()) / seconds
-        sums["predicted_steps"] += len(bucket)
+            if exact:
+                sums["relative_error"] += float(np.abs(predicted - seconds).sum()) / seconds
         sums["measured_seconds"] += seconds * len(bucket)
-        if self._correction is not None and exact:
+        if not exact:
+            return
+        sums["timed_steps"] += len(bucket)
+        if self._correction is not None:
             program = batch, leg.pieces
             self._correction.observe(program, verify, draft, seconds * len(bucket))
 
@@ -307,8 +310,8 @@ class Metrics:
             gauge(
                 "step_time_relative_error",
                 "share",
-                "Mean of |predicted - measured| / measured.",
-                ratio(sums["relative_error"], sums["predicted_steps"]),
+                "Mean of |predicted - measured| / measured, of steps that the host waited for.",
+                ratio(sums["relative_error"], sums["timed_steps"]),
             ),
             gauge(
                 "cost_factor",

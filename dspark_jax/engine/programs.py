@@ -180,7 +180,7 @@ class Programs:
         columns: increasing page counts of a request.
         pieces: most pieces of prompts in a step.
         prompt_width: rows of a piece.
-        steps: steps of a launch without prompts; one with them takes one.
+        steps: of a launch of so many lanes without prompts; one with them takes one.
         context: most tokens of prompt and answer together.
         dtype: of the caches.
     """
@@ -197,7 +197,7 @@ class Programs:
     columns: tuple[int, ...]
     pieces: int
     prompt_width: int
-    steps: int
+    steps: Callable[[int], int]
     context: int
     dtype: Any
 
@@ -330,7 +330,7 @@ class Programs:
 
         decoding, starting, left = len(plan.decoding), plan.starting, plan.steps
         # a single step is compiled with room for prompts alone
-        if pieces or left < self.steps:
+        if pieces or left < self.steps(batch):
             add(starting, decoding, _tier(self.piece_tiers, len(pieces)), 1)
             decoding, starting, left = decoding + len(plan.late), plan.late, left - 1
         if left:
@@ -406,7 +406,7 @@ class Programs:
             self._statics[key] = {
                 "structure": structure_of(*parts),
                 "config": step,
-                "steps": 1 if count else self.steps,
+                "steps": 1 if count else self.steps(batch),
             }
         words = None if rows is None else jax.device_put(rows.words)
         return _run, tables, lanes.words, words, self._statics[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable
 from operator import attrgetter
 
 import numpy as np
@@ -61,7 +62,8 @@ class Scheduler:
         width: rows of a full window.
         pieces: pieces of prompts in one step.
         prompt_width: rows of a piece.
-        steps: steps of a dispatch beside the one that reads prompts, as long as there are pages.
+        steps: of a dispatch in which so many take part, beside the one that reads prompts, as long
+            as there are pages.
         prefix_reuse: whether full pages are kept for later requests.
 
     Attributes:
@@ -81,7 +83,7 @@ class Scheduler:
         width: int,
         pieces: int,
         prompt_width: int,
-        steps: int,
+        steps: Callable[[int], int],
         prefix_reuse: bool,
     ) -> None:
         self.store = PageStore(pool.count)
@@ -117,7 +119,8 @@ class Scheduler:
         if not len(slots) and not pieces:
             return None
         late = [s for s in self.reading if s.prefilled == s.rows]
-        steps = self._steps + bool(pieces)
+        readers = dict.fromkeys(piece.sequence for piece in pieces)
+        steps = self._steps(len(slots) + len(readers)) + bool(pieces)
         nobody = not len(slots) and not late
         everyone = np.concatenate([slots, slots_of(late)])
         if nobody or self._unread() >= self._pieces or not self._grow(everyone, steps):
@@ -125,8 +128,8 @@ class Scheduler:
         self._decode(late)
         self.roster.in_flight[everyone] += steps
         decoding = [self.roster.sequences[slot] for slot in slots.tolist()]
-        readers = dict.fromkeys(p.sequence for p in pieces if p.sequence.stage is Stage.PREFILLING)
-        everyone = np.concatenate([everyone, slots_of([*readers])])
+        reading = [one for one in readers if one.stage is Stage.PREFILLING]
+        everyone = np.concatenate([everyone, slots_of(reading)])
         return Plan(starting, decoding, pieces, late, steps, everyone)
 
     def leave(self, sequence: Sequence) -> None:
@@ -251,7 +254,8 @@ class Scheduler:
 
     def _growing(self) -> int:
         """Pages for those that will grow, or they would throw a newcomer out again: one each."""
-        return int((self._missing(slots_of(self.running), self._steps + 2) > 0).sum())
+        steps = self._steps(len(self.running)) + 2
+        return int((self._missing(slots_of(self.running), steps) > 0).sum())
 
     def _coming(self, keys: list[Key], page: int) -> bool:
         """Whether a prompt that is being read will fill the page of this index and key."""

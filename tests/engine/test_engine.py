@@ -11,7 +11,7 @@ import pytest
 
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
-from dspark_jax.engine.config import check_prompt_width
+from dspark_jax.engine.config import EngineConfig, check_prompt_width
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.figures import as_json
 from dspark_jax.engine.programs import Flight
@@ -468,6 +468,14 @@ def test_pieces_of_prompts_are_even_on_a_gpu():
     check_prompt_width(16, "gpu")
     with pytest.raises(ValueError, match="prompt_width is 5; wanted an even number"):
         check_prompt_width(5, "gpu")
+
+
+def test_a_gpu_takes_fewer_steps_a_dispatch_where_they_are_long(monkeypatch):
+    config = EngineConfig(max_requests=1024, batch_tiers=(16, 1024))
+    assert config.dispatch_steps(1024) == 1
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [config.dispatch_steps(requests) for requests in (1, 16, 17, 1024)] == [4, 4, 2, 2]
+    assert dataclasses.replace(config, steps=3).dispatch_steps(1024) == 3
 
 
 def test_a_target_without_pages_is_refused():

@@ -236,6 +236,15 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
     assert found["spec_decode_num_expected_tokens_total"] == pytest.approx(0.5 + 0.5 + 0.75)
     assert expected.tolist() == pytest.approx([1.25, 0.5, 0, 0])
     assert found["draft_skips_total"] == 1
+    # three seconds a step
+    assert found["step_time_relative_error"] == pytest.approx((11 - 3 + 5.2 - 3) / 3 / 2)
+    # read late: it may have ended at any time before
+    leg = Leg(steps=2, pieces=0, shape=None, ended=7.001, waited=False)
+    flight = SimpleNamespace(sent=1.0, batch=4, legs=[leg])
+    metrics.read(flight, SimpleNamespace(outcome=outcome), rows)
+    late = as_json(metrics.figures())
+    assert late["step_time_relative_error"] == found["step_time_relative_error"]
+    assert late["step_time_measured_seconds_total"] == pytest.approx(6.001)
 
 
 def test_measuring_reads_nothing_that_was_not_copied_back(engine):

@@ -13,7 +13,8 @@ WIDTH = 4
 
 
 def scheduler(pages=8, slots=4, pieces=2, page_size=4, **changes):
-    options = {"width": WIDTH, "prompt_width": 4, "steps": 3, "prefix_reuse": True} | changes
+    given = {"width": WIDTH, "prompt_width": 4, "steps": lambda requests: 3, "prefix_reuse": True}
+    options = given | changes
     return Scheduler(
         PagePool(pages, page_size, 32 // page_size), slots=slots, pieces=pieces, **options
     )
@@ -31,6 +32,15 @@ def emit(queue, sequence, plan, *tokens):
     slots = np.array([sequence.slot])
     queue.roster.extend(slots, np.array([0]), np.array([[tokens]]), count - 1, count - 1, count)
     queue.roster.in_flight[slots] -= plan.steps
+
+
+def test_those_that_take_part_decide_how_many_steps_a_dispatch_has():
+    queue = scheduler(pages=24, steps=lambda requests: 10 - requests)
+    for index in range(2):
+        queue.add(sequence(index, [5]))
+    assert queue.plan().steps == 8
+    queue.add(sequence(2, range(3)))
+    assert queue.plan().steps == 8, "three take part, and a step with a prompt comes first"
 
 
 def test_a_prompt_is_read_in_pieces_beside_those_that_decode():
@@ -219,7 +229,7 @@ def test_older_requests_are_served_first():
 
 @pytest.mark.parametrize(("max_new_tokens", "rows"), [(1, 4), (3, 6), (20, 15)])
 def test_no_page_is_kept_for_rows_that_cannot_come(max_new_tokens, rows):
-    queue = scheduler(pages=24, page_size=1, steps=2, prompt_width=8)
+    queue = scheduler(pages=24, page_size=1, steps=lambda requests: 2, prompt_width=8)
     short = sequence(0, [1] * 4, max_new_tokens)
     queue.add(short)
     assert queue.plan().steps == 3
