@@ -56,23 +56,23 @@ class Lists:
         ``per_tile`` of each, those past the first ``skipped``.
         """
         _, row = thread_place()
-        listed = add(globally(self.rows), wide(times(add(row, skipped), 4)))
-        both = add(self.tiles, self.extra_tiles)
-        found = []
-        for tile in (0, 1):
-            number = add(times(pair, 2), tile)
-            extra = add(times(arith.subi(number, self.tiles), KEYS), self.starts[0])
-            start = arith.select(below(number, both), extra, i32(self.starts[1]))
-            start = arith.select(below(number, self.tiles), times(number, KEYS), start)
-            at = add(listed, wide(times(start, 4)))
-            found += [value(f"ld.global.nc.b32 $0, [$1+{64 * j}];", at) for j in range(per_tile)]
-        return found
+        tiles = [add(times(pair, 2), tile) for tile in (0, 1)]
+        found = [self.of_tile(tile, add(row, skipped), per_tile, 16) for tile in tiles]
+        return [row for of_tile in found for row in of_tile]
 
-    def choose(self, pair: Any, tile: int, of_selections: Sequence[Any]) -> Any:
+    def of_tile(self, number: Any, first: Any, count: int, apart: int) -> list[Any]:
+        """``count`` rows of a tile from its row ``first`` on, ``apart`` from each other."""
+        both = add(self.tiles, self.extra_tiles)
+        extra = add(times(arith.subi(number, self.tiles), KEYS), self.starts[0])
+        start = arith.select(below(number, both), extra, i32(self.starts[1]))
+        start = arith.select(below(number, self.tiles), times(number, KEYS), start)
+        at = add(globally(self.rows), wide(times(add(start, first), 4)))
+        return [value(f"ld.global.nc.b32 $0, [$1+{4 * apart * j}];", at) for j in range(count)]
+
+    def choose(self, number: Any, of_selections: Sequence[Any]) -> Any:
         """The one of one or two values that belongs to the selection that a tile is from."""
         if len(of_selections) == 1:
             return of_selections[0]
-        number = add(times(pair, 2), tile)
         return arith.select(below(number, self.tiles), *of_selections)
 
 
@@ -82,12 +82,11 @@ def thread_place() -> tuple[Any, Any]:
     return arith.andi(thread, i32(7)), arith.shrui(thread, i32(3))
 
 
-def thread_target(keys: Any, group: int) -> Any:
-    """Where the calling thread's 16 bytes of its first row and the first box go, swizzled.
+def target(keys: Any, group: int, piece: Any, row: Any) -> Any:
+    """Where 16 bytes go, the ``piece``-th of a row's first box, swizzled.
 
     Eight keys take ``group`` bytes.
     """
-    piece, row = thread_place()
     row_in_box = arith.andi(row, i32(7))
     swizzled = add(times(arith.xori(piece, row_in_box), 16), times(row_in_box, 128))
     of_row = add(times(arith.shrui(row, i32(3)), group), swizzled)
@@ -101,8 +100,8 @@ def run(lists: Lists, pools: Sequence[Any], keys: Any, words: Any, first: Any, p
     """
     width = ir.MemRefType(pools[0].type).shape[1]
     group = width // 64 * BOX
-    piece, _ = thread_place()
-    target = thread_target(keys, group)
+    piece, row = thread_place()
+    place_of_row = target(keys, group, piece, row)
     sources = [add(globally(pool), wide(times(piece, 16))) for pool in pools]
     policy = mlir.inline_ptx(
         "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", result_types=I64()
@@ -115,7 +114,7 @@ def run(lists: Lists, pools: Sequence[Any], keys: Any, words: Any, first: Any, p
         following = lists.of_pair(add(first, arith.minsi(add(step, 1), last)))
         parity = arith.xori(arith.andi(step, i32(1)), i32(1))
         for tile in (0, 1):
-            source = lists.choose(pair, tile, sources)
+            source = lists.choose(add(times(pair, 2), tile), sources)
             copies = []
             for row in rows[ROWS * tile : ROWS * (tile + 1)]:
                 absent = below(row, 0)
@@ -125,7 +124,7 @@ def run(lists: Lists, pools: Sequence[Any], keys: Any, words: Any, first: Any, p
                 slot = 2 * tile + half
                 wait(words, SLOTS + slot, parity)
                 for j, (origin, size) in enumerate(copies):
-                    place = add(target, (8 * tile + 2 * j) * group)
+                    place = add(place_of_row, (8 * tile + 2 * j) * group)
                     for box in range(FIRST_BOXES * half, (FIRST_BOXES, width // 64)[half]):
                         ptx(
                             "cp.async.cg.shared.global.L2::cache_hint.L2::256B "

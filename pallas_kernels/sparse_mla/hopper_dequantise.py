@@ -1,10 +1,5 @@
 """Key tiles on Hopper out of pools of bytes: the producer dequantises on the way.
 
-The seven low bits of an e4m3 number, four to the left, are a bf16 number that is 2^120 times too
-small, subnormal ones included. So a shift, two masks and a product with 2^120 times the scale
-make two bf16 numbers of two bytes; conversion instructions run at a fraction of that rate. Exact
-for power-of-two scales up to 2^7. The code of NaN comes out as 480 scales.
-
 A tile is copied in units: half of the columns of 32 of its rows. While the numbers of one unit
 are converted, piece by piece, those of the next are loaded into the registers that become free;
 the rows of the next pair of tiles are on their way into the L2 meanwhile. Of two blocks that share
@@ -13,7 +8,6 @@ their keys each converts 32 rows of every tile, for both (`hopper_cluster`).
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +17,15 @@ from jax._src.lib.mlir.dialects import arith, scf
 
 from pallas_kernels.kv_quant import Layout
 from pallas_kernels.sparse_mla import hopper_cluster
-from pallas_kernels.sparse_mla.hopper_copy import Lists, thread_place, thread_target
+from pallas_kernels.sparse_mla.hopper_bytes import (
+    Pools,
+    Row,
+    Target,
+    converted,
+    factor_of,
+    words_at,
+)
+from pallas_kernels.sparse_mla.hopper_copy import Lists, target, thread_place
 from pallas_kernels.sparse_mla.hopper_ptx import (
     BOX,
     FIRST_BOXES,
@@ -31,73 +33,16 @@ from pallas_kernels.sparse_mla.hopper_ptx import (
     add,
     barrier,
     below,
-    globally,
     i32,
     ptx,
     times,
-    value,
-    values,
     wait,
     wide,
 )
 
-_BIAS = 120  # of bf16 exponents over e4m3 ones
 _LINE = 128  # bytes that one prefetch brings into the L2
 _PER_UNIT = 2  # rows of a thread, 16 apart
 _UNIT_ROWS = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A listed row: its number, -1 for none, and where its numbers and scales are."""
-
-    number: Any
-    numbers: Any
-    scales: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pools:
-    """One or two pools of one layout."""
-
-    lists: Lists
-    refs: Sequence[Any]
-    layout: Layout
-    page_sizes: Sequence[int]
-
-    def row(self, pair: Any, tile: int, number: Any) -> _Row:
-        """Where row ``number`` of the pool of ``tile`` is; somewhere harmless for -1."""
-        safe = arith.select(below(number, 0), i32(0), number)
-        places = [self._place(safe, *pool) for pool in zip(self.refs, self.page_sizes, strict=True)]
-        numbers, scales = (
-            self.lists.choose(pair, tile, of_pools) for of_pools in zip(*places, strict=True)
-        )
-        return _Row(number, numbers, scales)
-
-    def _place(self, row: Any, pool: Any, page_size: int) -> tuple[Any, Any]:
-        layout = self.layout
-        if not layout.exponents:
-            numbers = add(globally(pool), times(wide(row), layout.row_bytes))
-            return numbers, add(numbers, layout.quantised)
-        size = i32(page_size)
-        page_bytes = ir.MemRefType(pool.type).shape[1]
-        page = add(globally(pool), times(wide(arith.divui(row, size)), page_bytes))
-        offset = wide(arith.remui(row, size))
-        scales = add(page, page_size * layout.number_bytes)
-        return (
-            add(page, times(offset, layout.number_bytes)),
-            add(scales, times(offset, layout.scale_bytes)),
-        )
-
-    @property
-    def plain_at(self) -> int:
-        """Byte of a row's first bf16 number."""
-        layout = self.layout
-        return layout.quantised + (0 if layout.exponents else layout.scale_bytes)
-
-    def boxes(self, half: int) -> range:
-        """Boxes of e4m3 numbers in a half."""
-        return range(FIRST_BOXES * half, (FIRST_BOXES, self.layout.quantised // 64)[half])
 
 
 def run(
@@ -116,14 +61,14 @@ def run(
 
     A thread converts the same 8 numbers of every box of its rows, and copies the same 8 bf16 ones.
     """
-    pools = _Pools(lists, refs, layout, page_sizes)
+    pools = Pools(lists, refs, layout, page_sizes)
     group = layout.width // 64 * BOX
-    target = _Target(thread_target(keys, group))
+    targets = Target(target(keys, group, *thread_place()))
     parts, skipped = (0, 1), 0
     if shared:
         parts, skipped = (0,), times(hopper_cluster.rank(), _UNIT_ROWS)
-        mine = add(target.own, times(hopper_cluster.rank(), _UNIT_ROWS // 8 * group))
-        target = _Target(mine, hopper_cluster.at_peer(mine))
+        mine = add(targets.own, times(hopper_cluster.rank(), _UNIT_ROWS // 8 * group))
+        targets = Target(mine, hopper_cluster.at_peer(mine))
     units = tuple(itertools.product((0, 1), (0, 1), parts))  # tile, half, which 32 rows
     per_tile = _PER_UNIT * len(parts)
     last = arith.maxsi(add(pairs, -1), i32(0))
@@ -138,7 +83,7 @@ def run(
         """Loads of a unit, each for a list of registers."""
         tile, half, part = unit
         mine = rows[per_tile * tile :][_PER_UNIT * part : _PER_UNIT * (part + 1)]
-        places = [pools.row(pair, tile, number) for number in mine]
+        places = [pools.row(add(times(pair, 2), tile), number) for number in mine]
         return [load for place in places for load in _loads(pools, place, half)]
 
     rows, following = listed(i32(0)), listed(i32(1))
@@ -164,7 +109,7 @@ def run(
             else:
                 upcoming = loads(next_pair, following, units[0])
             arriving = []
-            place = target.moved((8 * tile + 4 * part) * group, words, slot)
+            place = targets.moved((8 * tile + 4 * part) * group, words, slot)
             for store in _stores(pools, loaded, half, place, group):
                 store()
                 if upcoming:
@@ -182,35 +127,7 @@ def run(
         scf.yield_([*following, *after, *flat(loaded)])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """Where numbers go.
-
-    Attributes:
-        own: address in shared memory.
-        peer: the same in the peer's, where it gets them too.
-        landing: the peer's barrier that counts its bytes.
-    """
-
-    own: Any
-    peer: Any = None
-    landing: Any = None
-
-    def moved(self, offset: int, words: Any, slot: int) -> _Target:
-        """Further on, in a slot."""
-        if self.peer is None:
-            return _Target(add(self.own, offset))
-        landing = hopper_cluster.at_peer(barrier(words, slot))
-        return _Target(add(self.own, offset), add(self.peer, offset), landing)
-
-    def store(self, offset: int, words: Sequence[Any]) -> None:
-        """16 bytes."""
-        ptx(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", self.own, *words)
-        if self.peer is not None:
-            hopper_cluster.store_at_peer(self.peer, offset, words, self.landing)
-
-
-def _loads(pools: _Pools, row: _Row, half: int) -> list[Callable[[], Sequence[Any]]]:
+def _loads(pools: Pools, row: Row, half: int) -> list[Callable[[], Sequence[Any]]]:
     """Scales, e4m3 numbers box by box and bf16 numbers of a half of a row; zeros for none."""
     piece, _ = thread_place()
     eights = add(row.numbers, wide(times(piece, 8)))
@@ -218,7 +135,7 @@ def _loads(pools: _Pools, row: _Row, half: int) -> list[Callable[[], Sequence[An
     words = 1 if pools.layout.exponents else 2
 
     def load(count: int, address: Any, offset: int) -> Callable[[], Sequence[Any]]:
-        return lambda: _load(count, row.number, address, offset)
+        return lambda: words_at(count, row.number, address, offset)
 
     found = [load(words, row.scales, 4 * words * half)]
     found += [load(2, eights, 64 * box) for box in pools.boxes(half)]
@@ -227,22 +144,8 @@ def _loads(pools: _Pools, row: _Row, half: int) -> list[Callable[[], Sequence[An
     return found
 
 
-def _load(count: int, number: Any, address: Any, offset: int) -> Sequence[Any]:
-    """32-bit words at an address, zeros if ``number`` is negative."""
-    results = [f"${i}" for i in range(count)]
-    vector = "" if count == 1 else f".v{count}"
-    target = results[0] if count == 1 else "{" + ", ".join(results) + "}"
-    zeros = " ".join(f"mov.b32 {result}, 0;" for result in results)
-    return values(
-        count,
-        f"{{ .reg .pred named; setp.ge.s32 named, ${count + 1}, 0; {zeros} "
-        f"@named ld.global.nc{vector}.b32 {target}, [${count}+{offset}]; }}",
-        *(address, number),
-    )
-
-
 def _stores(
-    pools: _Pools, unit: Sequence[Sequence[Any]], half: int, place: _Target, group: int
+    pools: Pools, unit: Sequence[Sequence[Any]], half: int, place: Target, group: int
 ) -> list[Callable[[], None]]:
     """One step for each of a unit's `_loads`: converts and stores it."""
     boxes = pools.boxes(half)
@@ -255,14 +158,14 @@ def _stores(
 
         def scale(scales=scales, factors=factors) -> None:
             count = FIRST_BOXES * 64 // pools.layout.block
-            factors.update({i: _factor(pools.layout, scales, i) for i in range(count)})
+            factors.update({i: factor_of(pools.layout, scales, i) for i in range(count)})
 
         steps.append(scale)
         for box, piece in zip(boxes, pieces, strict=False):
 
             def convert(box=box, piece=piece, at=at, factors=factors) -> None:
                 factor = factors[(box - boxes[0]) * 64 // pools.layout.block]
-                words = [word for two in piece for word in _numbers(two, factor)]
+                words = [word for two in piece for word in converted(two, factor)]
                 place.store(at + box * BOX, words)
 
             steps.append(convert)
@@ -272,34 +175,13 @@ def _stores(
     return steps
 
 
-def _factor(layout: Layout, scales: Sequence[Any], index: int) -> Any:
-    """2^120 times a scale, in both halves of a word."""
-    if not layout.exponents:
-        scaled = value(f"mul.f32 $0, $1, 0f{(_BIAS + 127) << 23:08X};", scales[index])
-        return value("cvt.rn.bf16x2.f32 $0, $1, $1;", scaled)
-    exponent = value(f"bfe.u32 $0, $1, {8 * index}, 8;", scales[0])
-    return times(add(exponent, _BIAS), 0x00800080)
-
-
-def _numbers(word: Any, factor: Any) -> list[Any]:
-    """Two words of bf16 numbers from one of e4m3 numbers."""
-    found = []
-    for selector in ("0x1404", "0x3424"):  # a zero byte before each number
-        spread = value(f"prmt.b32 $0, $1, 0, {selector};", word)
-        sign = arith.andi(spread, i32(-0x7FFF8000))  # 0x80008000
-        rest = arith.andi(arith.shrui(spread, i32(4)), i32(0x07F007F0))
-        small = arith.ori(sign, rest)
-        found.append(value("mul.rn.bf16x2 $0, $1, $2;", small, factor))
-    return found
-
-
-def _prefetch(pools: _Pools, pair: Any, rows: Sequence[Any], per_tile: int) -> None:
+def _prefetch(pools: Pools, pair: Any, rows: Sequence[Any], per_tile: int) -> None:
     """Brings a pair's rows towards the L2; of eight threads, each one line of a row."""
     piece, _ = thread_place()
     layout = pools.layout
     lines = -(-(layout.number_bytes if layout.exponents else layout.row_bytes) // _LINE)
     for index, number in enumerate(rows):
-        row = pools.row(pair, index // per_tile, number)
+        row = pools.row(add(times(pair, 2), index // per_tile), number)
         line = add(row.numbers, wide(times(piece, _LINE)))
         line = arith.select(below(piece, lines), line, row.scales)
         wanted = arith.andi(below(i32(-1), number), below(piece, lines + 1))

@@ -23,7 +23,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mlir
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla import hopper_cluster, hopper_copy, hopper_dequantise
+from pallas_kernels.sparse_mla import hopper_cluster, hopper_copy, hopper_dequantise, hopper_ring
 from pallas_kernels.sparse_mla.hopper_copy import Lists
 from pallas_kernels.sparse_mla.hopper_ptx import (
     COPYING_THREADS,
@@ -48,16 +48,17 @@ _REF, _SCALAR = plgpu.RefType, plgpu.Layout.WG_SPLAT
 _inline: Any = plgpu.inline_mgpu  # changes the signature of what it decorates
 
 
-def scratch() -> tuple[Any, ...]:
-    """Shared memory of the barriers: ready slots, then free slots."""
-    return (plgpu.SMEM((2 * 2 * SLOTS,), jnp.int32),)
+def scratch(source: Source) -> tuple[Any, ...]:
+    """Shared memory of the barriers (ready slots, then free slots), and of a ring if there is."""
+    words = plgpu.SMEM((2 * 2 * SLOTS,), jnp.int32)
+    return (words, plgpu.SMEM((hopper_ring.BYTES // 4,), jnp.int32)) if source.ring else (words,)
 
 
 class Tiles:
     """The two key tiles of a block, and the barriers that pass them around."""
 
-    def __init__(self, keys: Any, source: Source, words: Any) -> None:
-        self.keys, self.source, self.words = keys, source, words
+    def __init__(self, keys: Any, source: Source, words: Any, *ring: Any) -> None:
+        self.keys, self.source, self.words, self.ring = keys, source, words, ring
 
     def initialise(self) -> None:
         """By one warpgroup, before a barrier of the whole block."""
@@ -164,14 +165,21 @@ class Tiles:
             pairs: how many.
             tiles: see `tiling.layout`.
         """
-        refs, source = (_REF(),) * len(pools), self.source
+        refs, rings = (_REF(),) * len(pools), (_REF(),) * len(self.ring)
+        source = self.source
 
-        @_inline(arg_types=(_REF(), _REF(SWIZZLED), _REF(), refs, (_SCALAR,) * 4))
-        def body(_, rows, keys, words, pools, scalars):
+        @_inline(arg_types=(_REF(), _REF(SWIZZLED), _REF(), rings, refs, (_SCALAR,) * 4))
+        def body(_, rows, keys, words, rings, pools, scalars):
             first, pairs, *tiles = map(_scalar, scalars)
             lists = Lists(rows, source.starts, *tiles)
             if source.layout is None:
                 hopper_copy.run(lists, pools, keys, words, first, pairs)
+            elif source.ring:
+                hopper_ring.run(
+                    *(lists, pools, keys, words, rings[0], first, pairs),
+                    *(source.layout, source.page_sizes),
+                    shared_keys=source.shared,
+                )
             else:
                 hopper_dequantise.run(
                     *(lists, pools, keys, words, first, pairs),
@@ -179,7 +187,7 @@ class Tiles:
                     shared=source.shared,
                 )
 
-        body(rows, self.keys, self.words, pools, (first, pairs, *tiles))
+        body(rows, self.keys, self.words, self.ring, pools, (first, pairs, *tiles))
 
 
 def _opaque_zero() -> jax.Array:

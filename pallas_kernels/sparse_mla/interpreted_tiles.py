@@ -21,8 +21,9 @@ from pallas_kernels.sparse_mla.tiling import KEYS, Source, tile_start
 _HALF = 256
 
 
-def scratch() -> tuple[Any, ...]:
+def scratch(source: Source) -> tuple[Any, ...]:
     """Barriers: ready slots, free slots."""
+    del source
     return plgpu.Barrier(num_barriers=SLOTS), plgpu.Barrier(num_barriers=SLOTS)
 
 

@@ -94,7 +94,7 @@ def split_count(blocks: int, tiles: int) -> int:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sm_scale", "value_width", "splits", "share_keys", "interpret"),
+    static_argnames=("sm_scale", "value_width", "splits", "share_keys", "ring", "interpret"),
 )
 def sparse_mla(
     query: Float[Array, "T H W"],
@@ -105,6 +105,7 @@ def sparse_mla(
     *,
     splits: int | None = None,
     share_keys: bool | None = None,
+    ring: bool | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "T H"]]:
     """The operation of `reference.sparse_mla` for operands that `unsupported` passes.
@@ -120,10 +121,13 @@ def sparse_mla(
         splits: blocks that share the keys of one token and 64 heads; None picks by the shape.
         share_keys: whether two blocks of 64 heads each dequantise half of the keys for both, if
             keys are bytes; wants H a multiple of 128. None does wherever that can be.
+        ring: whether bytes wait in shared memory to be converted and not in registers; wants the
+            layout of V4, beside whose tiles there is room. None does not.
         interpret: GPU interpreter parameters, to run the kernel on a CPU.
 
     Raises:
-        ValueError: heads do not fill the blocks, two by two with ``share_keys``.
+        ValueError: heads do not fill the blocks, two by two with ``share_keys``; there is no room
+            for the ring.
     """
     del value_width
     tokens, heads, _ = query.shape
@@ -135,6 +139,8 @@ def sparse_mla(
         raise ValueError(
             f"H is {heads}, wanted a multiple of {members * HEADS} with share_keys={share_keys}"
         )
+    if ring and byte_layout is not V4:
+        raise ValueError("ring is True, wanted False for pools that are not in the layout of V4")
     rows, tiles, starts = layout(selections)
     pools = tuple(s.pool.reshape(-1, s.pool.shape[-1]) for s in selections)
     splits = splits or split_count(tokens * heads // HEADS, rows.shape[1] // KEYS - 1)
@@ -143,6 +149,7 @@ def sparse_mla(
         byte_layout,
         tuple(s.stride for s in selections),
         shared=share_keys and byte_layout is not None,
+        ring=bool(ring),
     )
     launch = _Launch(sm_scale * _LOG2_E, splits, members, source, interpret)
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32) * _LOG2_E
@@ -224,7 +231,7 @@ class _Launch:
                 plgpu.Barrier(num_barriers=2),
                 plgpu.Barrier(num_arrivals=2),
                 plgpu.Barrier(num_arrivals=3),
-                *kind.scratch(),
+                *kind.scratch(self.source),
                 collective_axes="warpgroup",
             )
 

@@ -28,12 +28,14 @@ class Source:
         layout: of the pools' bytes; None if they hold numbers.
         page_sizes: rows of a page of each pool, as its lists count them.
         shared: two blocks fill each other's tiles.
+        ring: bytes wait in shared memory to be converted.
     """
 
     starts: Starts
     layout: Layout | None
     page_sizes: tuple[int, ...]
     shared: bool = False
+    ring: bool = False
 
 
 def layout(

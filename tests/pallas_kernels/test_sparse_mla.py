@@ -383,14 +383,16 @@ def random_operands(shape: Shape) -> tuple[jax.Array, tuple[Selection, ...], jax
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "share_keys"),
+    ("name", "layout", "options"),
     [
-        ("v3.2, 1024 tokens, 64 heads", None, False),
-        ("v3.2, 1024 tokens", V3_2, None),
-        ("v4-flash, 8 tokens", V4, False),
+        ("v3.2, 1024 tokens, 64 heads", None, {}),
+        ("v3.2, 1024 tokens", V3_2, {"share_keys": True}),
+        ("v4-flash, 8 tokens", V4, {"ring": False}),
+        ("v4-flash, 8 tokens", V4, {"ring": True}),
+        ("v4-pro, 1024 tokens", V4, {"ring": True}),
     ],
 )
-def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, share_keys):
+def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, options):
     shape = SHAPES[name]
     query = jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.width), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((1024, 64, shape.width), jnp.bfloat16)
@@ -404,7 +406,7 @@ def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, share_ke
     )
     assert mosaic_gpu.unsupported(query, selections, VALUE_WIDTH) is None
     sinks = jax.ShapeDtypeStruct((shape.heads,), jnp.float32)
-    run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=SM_SCALE, share_keys=share_keys)
+    run = functools.partial(mosaic_gpu.sparse_mla, sm_scale=SM_SCALE, **options)
     assert "mosaic_gpu" in lowered_for_hopper(run, query, selections, sinks)
 
 
@@ -419,6 +421,12 @@ def test_keys_are_shared_by_blocks_two_by_two():
     case = queries(2, heads=64), (selection(lists(2, 3)),)
     with pytest.raises(ValueError, match="H is 64, wanted a multiple of 128"):
         mosaic_gpu.sparse_mla(*case, None, SM_SCALE, share_keys=True)
+
+
+def test_only_rows_of_v4_pass_through_a_ring():
+    case = queries(2, heads=64), (selection(lists(2, 3)),)
+    with pytest.raises(ValueError, match="ring is True, wanted False"):
+        mosaic_gpu.sparse_mla(*case, None, SM_SCALE, ring=True)
 
 
 @pytest.mark.parametrize(
