@@ -227,7 +227,6 @@ class Program:
         self.tables = _tables(self.config, cell.users)
         cells = self.config, cell.users, cell.context
         self._begin = _occupied.lower(*cells)
-        # jitted anew for each program: traces do not know which implementation they were made for
         program = jax.jit(
             functools.partial(_run, config=self.config, rows=cell.context), donate_argnums=1
         )

@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
+
+import jax
 
 _log = logging.getLogger(__name__)
 
 XLA = "xla"
 
-_PREFERRED: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=MappingProxyType({}))
+# jit has a trace of its own for each value
+_PREFERRED = jax.make_user_context(frozenset())
 
 
 @contextlib.contextmanager
 def preferring(**implementations: str) -> Iterator[None]:
     """Within, ``implementation=None`` takes these by operation where they can run.
 
-    To compare whole programs. What is traced within keeps it; no cache of traces knows of it, so
-    a function that was traced outside must be jitted anew.
+    To compare whole programs. What was traced outside is traced anew within.
     """
-    token = _PREFERRED.set({**_PREFERRED.get(), **implementations})
-    try:
+    preferred = dict(_PREFERRED.value) | implementations
+    with _PREFERRED(frozenset(preferred.items())):
         yield
-    finally:
-        _PREFERRED.reset(token)
 
 
 def choose(
@@ -52,7 +50,7 @@ def choose(
     """
     if asked not in (None, XLA, kernel):
         raise ValueError(f'implementation is {asked!r}, wanted "{XLA}", "{kernel}" or None')
-    wanted = _PREFERRED.get().get(operation, automatic) if asked is None else asked
+    wanted = dict(_PREFERRED.value).get(operation, automatic) if asked is None else asked
     reason = obstacle() if wanted == kernel else None
     if asked is None:
         wanted = wanted if reason is None else XLA

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -38,6 +39,8 @@ def no_drafts(config: StepConfig, slots: int) -> Drafts:
     return _pad(config, slots, [], [], [], [])
 
 
+# jitted so that steps that differ in what they read of prompts share a trace
+@functools.partial(jax.jit, static_argnames=("cap", "config"))
 def draft(
     weights: Any, state: State, keys: Array | None, cap: int, *, config: StepConfig
 ) -> Drafts:
@@ -62,27 +65,57 @@ def draft(
     base = family.base_logits(
         drafter, weights.drafter, target.output_embedding(weights.target), hidden
     )
-    greedy = state.requests.temperature == 0
-    temperature = jnp.where(greedy, 1.0, state.requests.temperature)[:, None]
     walk = family.start_walk(drafter, weights.drafter, state.slots)
     previous = state.anchor
     tokens, scores, logprobs, confidences = [], [], [], []
     for j in range(cap):
-        bias, confidence, walk = family.walk(drafter, weights.drafter, walk, hidden[:, j], previous)
-        logits = base[:, j] if bias is None else base[:, j] + bias
-        if keys is not None:
-            score = logits / temperature
-            draw = noise.gumbel(keys, noise.DRAFT, j + 1, score.shape[-1])
-            column = best_token(jnp.where(greedy[:, None], score, score + draw))
-            chosen = jnp.take_along_axis(score, column[:, None], axis=-1)[:, 0]
-            logprobs.append(chosen - jax.nn.logsumexp(score, axis=-1))
-            scores.append(score)
-        else:
-            column = best_token(logits)
-        previous = family.to_target_ids(weights.drafter, column)
+        previous, score, logprob, confidence, walk = _position(
+            weights.drafter,
+            walk,
+            hidden[:, j],
+            base[:, j],
+            previous,
+            keys,
+            j + 1,
+            state.requests.temperature,
+            drafter=drafter,
+        )
         tokens.append(previous)
+        scores.append(score)
+        logprobs.append(logprob)
         confidences.append(confidence)
     return _pad(config, state.slots, tokens, scores, logprobs, confidences)
+
+
+# jitted so that the positions of a block are traced and lowered once; XLA sees them unrolled
+@functools.partial(jax.jit, static_argnames="drafter")
+def _position(
+    weights: Any,
+    walk: Any,
+    hidden: Float[Array, "S D"],
+    base: Float[Array, "S Vd"],
+    previous: Int[Array, "S"],
+    keys: Array | None,
+    place: int | Int[Array, ""],
+    temperature: Float[Array, "S"],
+    *,
+    drafter: Any,
+) -> tuple[Int[Array, "S"], Array | None, Array | None, Array | None, Any]:
+    """The draft at ``place``, its scores and log q where it is drawn, confidence, and the walk."""
+    family = drafter.family
+    bias, confidence, walk = family.walk(drafter, weights, walk, hidden, previous)
+    logits = base if bias is None else base + bias
+    score = logprob = None
+    if keys is None:
+        column = best_token(logits)
+    else:
+        greedy = temperature == 0
+        score = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+        draw = noise.gumbel(keys, noise.DRAFT, place, score.shape[-1])
+        column = best_token(jnp.where(greedy[:, None], score, score + draw))
+        chosen = jnp.take_along_axis(score, column[:, None], axis=-1)[:, 0]
+        logprob = chosen - jax.nn.logsumexp(score, axis=-1)
+    return family.to_target_ids(weights, column), score, logprob, confidence, walk
 
 
 def _pad(

@@ -5,6 +5,7 @@ The same functions serve training, with A blocks per sequence, and decoding, wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -75,16 +76,32 @@ def block_hidden_from_context(
     phases = phases_at(config, position)
     rows = context[0][0].shape[2]
     visible = _visible(config, start, rows)
-    for layer, (keys, values) in zip(weights.layers, context, strict=True):
-        query = rms_linear(x, layer.input_norm, layer.q, eps=config.rms_norm_eps)
-        query = query.reshape(*x.shape[:3], -1, config.head_dim)
-        query = rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), *phases)
-        own = rms_linear(x, layer.input_norm, layer.kv, eps=config.rms_norm_eps)
-        own = _keys_values(config, layer, own, phases)
-        x = linear_add(attend(query, keys, values, *own, visible), layer.out, x)
-        gated = rms_linear(x, layer.post_norm, layer.gate_up, eps=config.rms_norm_eps, gated=True)
-        x = linear_add(gated, layer.down, x)
+    for layer, cached in zip(weights.layers, context, strict=True):
+        x = _layer(layer, x, cached, phases, visible, config=config, attend=attend)
     return rms_norm(x, weights.norm, config.rms_norm_eps)
+
+
+# jitted so that layers of one shape are traced and lowered once; XLA sees them unrolled
+@functools.partial(jax.jit, static_argnames=("config", "attend"))
+def _layer(
+    layer: DrafterLayer,
+    x: Float[Array, "B A G D"],
+    context: tuple[Float[Array, "B N K E"], Float[Array, "B N K E"]],
+    phases: tuple[Array, Array],
+    visible: Bool[Array, "B A K"],
+    *,
+    config: DrafterConfig,
+    attend: Callable[..., Array],
+) -> Float[Array, "B A G D"]:
+    """One draft layer over the blocks."""
+    eps = config.rms_norm_eps
+    query = rms_linear(x, layer.input_norm, layer.q, eps=eps)
+    query = query.reshape(*x.shape[:3], -1, config.head_dim)
+    query = rotate(rms_norm(query, layer.q_norm, eps), *phases)
+    own = _keys_values(config, layer, rms_linear(x, layer.input_norm, layer.kv, eps=eps), phases)
+    x = linear_add(attend(query, *context, *own, visible), layer.out, x)
+    gated = rms_linear(x, layer.post_norm, layer.gate_up, eps=eps, gated=True)
+    return linear_add(gated, layer.down, x)
 
 
 def phases_at(

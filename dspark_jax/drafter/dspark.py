@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -14,7 +16,7 @@ from dspark_jax.drafter.backbone import (
 )
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.heads import start_state, vocabulary_logits, walk_position
-from dspark_jax.drafter.weights import ContextCache, DrafterWeights
+from dspark_jax.drafter.weights import ContextCache, DrafterLayer, DrafterWeights
 from dspark_jax.models.layers import linear
 from dspark_jax.models.pages import PagePool, place
 from pallas_kernels.paged_attention.reference import rows_of
@@ -59,27 +61,39 @@ def commit_context(
     projected = linear(taps.astype(weights.fc.dtype), weights.fc)
     phases = phases_at(config, position)
     page, offset = place(context.table, slot, position, context.keys[0].shape[2])
+    rows = projected, weights.hidden_norm, phases, page, offset
     written = [
-        rope_write(
-            rms_linear(projected, weights.hidden_norm, layer.kv, eps=config.rms_norm_eps),
-            *phases,
-            keys,
-            values,
-            page,
-            offset,
-            k_norm=layer.k_norm,
-            eps=config.rms_norm_eps,
-            # A row that is masked out still meets a zero weight in attention, which does not
-            # hide a NaN: a broken request must not reach the next owner of its slot.
-            finite=True,
-        )
+        _write(layer, keys, values, *rows, eps=config.rms_norm_eps)
         for layer, keys, values in zip(weights.layers, context.keys, context.values, strict=True)
     ]
     return dataclasses.replace(
         context,
-        keys=tuple(keys for _, keys, _ in written),
-        values=tuple(values for _, _, values in written),
+        keys=tuple(keys for keys, _ in written),
+        values=tuple(values for _, values in written),
     )
+
+
+# jitted so that layers of one shape are traced and lowered once
+@functools.partial(jax.jit, static_argnames="eps")
+def _write(
+    layer: DrafterLayer,
+    keys: Array,
+    values: Array,
+    projected: Float[Array, "T D"],
+    norm: Float[Array, "D"],
+    phases: tuple[Array, Array],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    eps: float,
+) -> tuple[Array, Array]:
+    """Keys and values of a layer with the rows written."""
+    fused = rms_linear(projected, norm, layer.kv, eps=eps)
+    # A row that is masked out still meets a zero weight in attention, which does not hide a NaN:
+    # a broken request must not reach the next owner of its slot.
+    _, keys, values = rope_write(
+        fused, *phases, keys, values, page, offset, k_norm=layer.k_norm, eps=eps, finite=True
+    )
+    return keys, values
 
 
 def block_hidden(

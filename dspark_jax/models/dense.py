@@ -81,7 +81,8 @@ def forward(
     outputs = {-1: hidden} if -1 in taps else {}
     keys, values = list(cache.keys), list(cache.values)
     places = [part.places() for part in packed.parts]
-    rows = _Rows(packed, phases, page, offset, limits, places, cache.table)
+    tables = [_table_of(part, cache.table) for part in packed.parts]
+    rows = _Rows(packed, phases, page, offset, limits, places, tables)
     for index, layer in enumerate(weights.layers):
         hidden, keys[index], values[index] = _layer(
             layer, hidden, keys[index], values[index], rows, eps=config.rms_norm_eps
@@ -107,7 +108,14 @@ class _Rows:
     offset: Int[Array, "T"]
     limits: list[Array]
     places: list[Array | None]
-    table: Int[Array, "S C"] | None
+    tables: list[Array | None]
+
+
+def _table_of(part: Packed, table: Int[Array, "S C"] | None) -> Int[Array, "A C"] | None:
+    """Pages of each request of a part: a kernel that is given them knows nothing of slots."""
+    if table is None or part.slots is None:
+        return table
+    return jnp.take(table, part.slots, axis=0, mode="fill", fill_value=-1)
 
 
 # jitted so that layers of one shape are traced once; XLA sees them unrolled all the same
@@ -135,13 +143,18 @@ def _layer(
     packed = rows.packed
     queries = packed.split(query)
 
-    def attend(part: Packed, own: Array, limit: Array, places: Array | None) -> Array:
+    def attend(
+        part: Packed, own: Array, limit: Array, places: Array | None, table: Array | None
+    ) -> Array:
         if places is None:
             own = part.unpack(own)
-        out = paged_attention(own, keys, values, limit, part.slots, rows.table, rows=places)
+        slots = part.slots if table is None else None
+        out = paged_attention(own, keys, values, limit, slots, table, rows=places)
         return part.pack(out) if places is None else out
 
-    attended = packed.join(map(attend, packed.parts, queries, rows.limits, rows.places))
+    attended = packed.join(
+        map(attend, packed.parts, queries, rows.limits, rows.places, rows.tables)
+    )
     hidden = linear_add(attended.reshape(hidden.shape[0], -1), layer.out, hidden)
     gated = rms_linear(hidden, layer.post_norm, layer.gate_up, eps=eps, gated=True)
     return linear_add(gated, layer.down, hidden), keys, values

@@ -9,7 +9,6 @@ the cache costs more than the wasted products.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.paged_attention.packing import together
 
 ROWS = 64
@@ -93,7 +93,7 @@ def split_count(blocks: int, capacity: int, tile: int) -> int:
     return max(1, min(_ENOUGH_BLOCKS // blocks, capacity // tile // _LEAST_TILES))
 
 
-@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+@lowered_once("tuning", "interpret")
 def paged_attention(
     query: Float[Array, "A W H E"] | Float[Array, "T H E"],
     keys: Float[Array, "B N P E"],
@@ -108,7 +108,7 @@ def paged_attention(
 ) -> Float[Array, "A W H E"] | Float[Array, "T H E"]:
     """The operation of `api.paged_attention` for operands that `unsupported` passes.
 
-    Jitted, so that a model of many layers traces and lowers it once. Not differentiable.
+    Not differentiable.
 
     Args:
         query: bf16 query rows.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+@jax.jit
 def rows_of(pool: Float[Array, "B N P E"], table: Int[Array, "A C"]) -> Float[Array, "A N CP E"]:
     """The pages of each request, joined; an absent page (negative) shows some other one."""
     page = jnp.maximum(table, 0)[:, None, :]

@@ -9,7 +9,6 @@ GPU, or to jax_triton, as it is.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lowered_once import lowered_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def unsupported(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "finite", "tuning", "interpret"))
+@lowered_once("eps", "finite", "tuning", "interpret")
 def rope_write(
     fused: Float[Array, "T (H+2N)E"],
     cos: Float[Array, "T E/2"],
@@ -76,7 +77,7 @@ def rope_write(
 ) -> tuple[Float[Array, "T H E"], Float[Array, "S N K E"], Float[Array, "S N K E"]]:
     """The operation of `reference.rope_write` for operands that `unsupported` passes.
 
-    Jitted, so that a model of many layers traces and lowers it once. Not differentiable.
+    Not differentiable.
     """
     rows = fused.shape[0]
     slots, groups, capacity, head_dim = keys.shape

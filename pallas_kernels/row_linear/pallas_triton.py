@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.row_linear import reference
 
 ROWS = 16
@@ -135,6 +136,7 @@ def _differentiable(kernel: Callable[..., Array], plain: Callable[..., Array]) -
     return operation
 
 
+@lowered_once("tuning", "interpret", "eps", "gated")
 def _launch(
     x: Float[Array, "... I"],
     weight: Float[Array, "O I"],

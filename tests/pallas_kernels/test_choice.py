@@ -1,5 +1,6 @@
 """Which implementation runs."""
 
+import jax
 import pytest
 
 from pallas_kernels.choice import choose, preferring
@@ -27,6 +28,21 @@ def test_what_is_preferred_is_taken_within_unless_another_is_asked_for():
         with preferring(another="xla"):
             assert chosen() == chosen(operation="another") == "xla"
     assert chosen() == "kernel"
+
+
+def test_a_jitted_function_is_traced_anew_within():
+    chosen_in_trace = []
+    outer = jax.jit(lambda x: jax.jit(inner)(x))
+
+    def inner(x):
+        chosen_in_trace.append(chosen())
+        return x
+
+    outer(1.0)
+    with preferring(op="xla"):
+        outer(1.0)
+    outer(1.0)
+    assert chosen_in_trace == ["kernel", "xla"]
 
 
 def test_a_preferred_kernel_that_cannot_run_is_not_taken():
