@@ -9,7 +9,6 @@ could move to jax_triton as it is.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
+
+from pallas_kernels.lowered_once import lowered_once
 
 MOST_REQUESTS = 1 << 13
 """Counts that a program can hold; it holds all of them."""
@@ -52,7 +53,7 @@ def unsupported(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("size", "tuning", "interpret"))
+@lowered_once("size", "tuning", "interpret")
 def ragged_pack(
     tokens: Int[Array, "S W"],
     start: Int[Array, "S"],

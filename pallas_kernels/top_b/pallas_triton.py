@@ -10,7 +10,6 @@ move to jax_triton as it is.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.lowered_once import lowered_once
 
 MOST_SLOTS = 1 << 15
 """Above, the pairs cost more than a sort."""
@@ -51,7 +52,7 @@ def unsupported(survival: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+@lowered_once("tuning", "interpret")
 def top_b(
     survival: Float[Array, "S G"],
     valid: Bool[Array, "S G"],
