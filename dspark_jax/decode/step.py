@@ -21,6 +21,7 @@ from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budge
 from dspark_jax.schedule.cost import CostTables
 from dspark_jax.schedule.survival import calibrate, remember, running_product
 from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
+from dspark_jax.verify.best import best_token
 from dspark_jax.verify.block_accept import Block, Bounds, follow
 
 
@@ -311,11 +312,12 @@ def _commit(
     if prompts is not None:
         hidden = hidden[prompts.tokens.shape[0] :]
     logits = target.unembed(config.target, weights.target, hidden)
+    best = best_token(logits)
     walked = packed.row.shape[1] - 1
     if drafts is None or not walked:
         accepted = committed = window
         tokens = _last_token(
-            weights, logits, packed, keys, None, committed, window, sampling, config
+            weights, logits, best, packed, keys, None, committed, window, sampling, config
         )[:, None]
     else:
         uniforms = None
@@ -324,6 +326,7 @@ def _commit(
         walk = jax.tree.map(lambda every: every[:, :walked], drafts)
         accepted = accepted_prefix(
             logits,
+            best,
             packed,
             walk.tokens,
             walk.logprob,
@@ -334,7 +337,7 @@ def _commit(
         )
         committed = jnp.minimum(accepted, window)
         last = _last_token(
-            weights, logits, packed, keys, walk.scores, committed, window, sampling, config
+            weights, logits, best, packed, keys, walk.scores, committed, window, sampling, config
         )
         column = jnp.arange(walked + 1)[None]
         extended = jnp.pad(walk.tokens, ((0, 0), (0, 1)))
@@ -396,6 +399,7 @@ def _commit(
 def _last_token(
     weights: Weights,
     logits: Float[Array, "T V"],
+    best: Int[Array, "T"],
     packed: Packed,
     keys: Array | None,
     draft_scores: Float[Array, "S G Vd"] | None,
@@ -406,17 +410,21 @@ def _last_token(
 ) -> Int[Array, "S"]:
     """The token after the committed drafts: residual after a rejection, else the bonus."""
     row = jnp.take_along_axis(packed.row, committed[:, None], axis=1)[:, 0]
+    best = jnp.take(best, row, mode="clip")
+    if keys is None:
+        return best
     own = jnp.take(logits, row, axis=0, mode="clip")
     rejected = committed < window
-    gumbel, scores, mapping = None, None, None
-    if keys is not None:
-        role = jnp.where(rejected, noise.RESIDUAL, noise.BONUS)
-        gumbel = noise.gumbel(keys, role, committed, own.shape[-1])
-        if draft_scores is not None:
-            column = jnp.minimum(committed, draft_scores.shape[1] - 1)
-            scores = jnp.take_along_axis(draft_scores, column[:, None, None], axis=1)[:, 0]
-            mapping = weights.drafter.draft_to_target
-    return final_token(own, scores, mapping, rejected, gumbel, sampling, filtered=config.filtered)
+    role = jnp.where(rejected, noise.RESIDUAL, noise.BONUS)
+    gumbel = noise.gumbel(keys, role, committed, own.shape[-1])
+    scores, mapping = None, None
+    if draft_scores is not None:
+        column = jnp.minimum(committed, draft_scores.shape[1] - 1)
+        scores = jnp.take_along_axis(draft_scores, column[:, None, None], axis=1)[:, 0]
+        mapping = weights.drafter.draft_to_target
+    return final_token(
+        own, best, scores, mapping, rejected, gumbel, sampling, filtered=config.filtered
+    )
 
 
 def _finish(

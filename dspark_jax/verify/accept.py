@@ -42,6 +42,7 @@ def target_scores(
 
 def accepted_prefix(
     logits: Float[Array, "T V"],
+    best: Int[Array, "T"],
     packed: Packed,
     drafts: Int[Array, "S G"],
     draft_logprob: Float[Array, "S G"] | None,
@@ -55,14 +56,14 @@ def accepted_prefix(
 
     Draft x_j is judged by the row before it: accepted when u q(x_j) < p(x_j), that is with
     probability min(1, p/q) (Leviathan et al., arXiv 2211.17192); a greedy request accepts the
-    most likely token only. ``draft_logprob`` and ``uniforms`` are None when every request is
-    greedy.
+    most likely token, ``best``, only. ``draft_logprob`` and ``uniforms`` are None when every
+    request is greedy.
     """
     requests, depth = drafts.shape
     owner = jnp.minimum(packed.request, requests - 1)
     column = jnp.minimum(packed.within(), depth - 1)
     judged = drafts[owner, column]
-    accept = judged == best_token(logits)
+    accept = judged == best
     if draft_logprob is not None:
         assert uniforms is not None
         own = jax.tree.map(lambda field: field[owner], sampling)
@@ -79,23 +80,21 @@ def accepted_prefix(
 
 def final_token(
     logits: Float[Array, "S V"],
+    best: Int[Array, "S"],
     draft_scores: Float[Array, "S Vd"] | None,
     draft_to_target: Int[Array, "Vd"] | None,
     rejected: Bool[Array, "S"],
-    gumbel: Float[Array, "S V"] | None,
+    gumbel: Float[Array, "S V"],
     sampling: Sampling,
     *,
     filtered: bool,
 ) -> Int[Array, "S"]:
     """The token that ends a block: from norm(max(p - q, 0)) after a rejection, else from p.
 
-    ``logits`` is the target row at the first position not accepted, ``draft_scores`` what the
-    draft rejected there was drawn from (None when nothing was drafted). ``gumbel`` is None when
-    every request is greedy.
+    ``logits`` is the target row at the first position not accepted and ``best`` its most likely
+    token, which ends the blocks of greedy requests; ``draft_scores`` is what the draft rejected
+    there was drawn from (None when nothing was drafted).
     """
-    best = best_token(logits)
-    if gumbel is None:
-        return best
     scores = target_scores(logits, sampling, filtered=filtered)
     if draft_scores is not None:
         draft_probability = jax.nn.softmax(draft_scores, axis=-1)

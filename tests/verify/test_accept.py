@@ -10,10 +10,19 @@ import pytest
 from dspark_jax.models.ragged import compact, rectangle
 from dspark_jax.verify import accept
 from dspark_jax.verify.accept import Sampling
+from dspark_jax.verify.best import best_token
 
 RUNS = 20_000
-accepted_prefix = jax.jit(accept.accepted_prefix, static_argnames="filtered")
-final_token = jax.jit(accept.final_token, static_argnames="filtered")
+
+
+@functools.partial(jax.jit, static_argnames="filtered")
+def accepted_prefix(logits, *rest, filtered):
+    return accept.accepted_prefix(logits, best_token(logits), *rest, filtered=filtered)
+
+
+@functools.partial(jax.jit, static_argnames="filtered")
+def final_token(logits, *rest, filtered):
+    return accept.final_token(logits, best_token(logits), *rest, filtered=filtered)
 
 
 def sampling(count=RUNS, temperature=1.0, top_k=0, top_p=1.0):
