@@ -30,6 +30,7 @@ from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.pages import PagePool
 from dspark_jax.models.ragged import Mixed, Packed
+from dspark_jax.verify.best import best_token
 
 _HERE = sys.modules[__name__]
 
@@ -155,6 +156,11 @@ def unembed(config: ReplayedTargetConfig, weights: Any, hidden: Float[Array, "T 
     token = (digits * BASE ** jnp.arange(DIGITS)).sum(axis=-1)
     logits = config.inner.family.unembed(config.inner, weights, hidden)
     return _saying(logits, successor(token, config.blocks))
+
+
+def best_tokens(config: ReplayedTargetConfig, weights: Any, hidden: Float[Array, "T DX"]) -> Array:
+    """The best of each row, out of its logits."""
+    return best_token(unembed(config, weights, hidden))
 
 
 def commit(config: ReplayedTargetConfig, cache: Any, length: Int[Array, "S"]) -> Any:

@@ -163,6 +163,11 @@ class StepConfig:
         return self.mode != "off" and self.drafter is not None
 
     @property
+    def reads_logits(self) -> bool:
+        """Whether steps read more of the target's logits than the best token of each row."""
+        return self.sampled or self.logprobs is not None
+
+    @property
     def adaptive(self) -> bool:
         """Whether windows are chosen from confidences and costs."""
         return self.mode in ("compact", "cap-accept")

@@ -311,8 +311,7 @@ def _commit(
     )
     if prompts is not None:
         hidden = hidden[prompts.tokens.shape[0] :]
-    logits = target.unembed(config.target, weights.target, hidden)
-    best = best_token(logits)
+    logits, best = _head(weights, hidden, config)
     walked = packed.row.shape[1] - 1
     if drafts is None or not walked:
         accepted = committed = window
@@ -376,7 +375,9 @@ def _commit(
             stopped=finish == STOP,
             ended=finish != RUNNING,
         )
-        blocks, bounds = follow(blocks, block, logits, packed, sampling, filtered=config.filtered)
+        blocks, bounds = follow(
+            blocks, block, logits, best, packed, sampling, filtered=config.filtered
+        )
     outcome = Outcome(tokens, count, window, accepted, logprobs, bounds=bounds)
     state = state.replace(
         blocks=blocks,
@@ -396,9 +397,20 @@ def _commit(
     return state, outcome
 
 
+def _head(
+    weights: Weights, hidden: Float[Array, "T D"], config: StepConfig
+) -> tuple[Float[Array, "T V"] | None, Int[Array, "T"]]:
+    """The target's logits, if anything reads them, and the most likely token of each row."""
+    target = config.target.family
+    if not config.reads_logits:
+        return None, target.best_tokens(config.target, weights.target, hidden)
+    logits = target.unembed(config.target, weights.target, hidden)
+    return logits, best_token(logits)
+
+
 def _last_token(
     weights: Weights,
-    logits: Float[Array, "T V"],
+    logits: Float[Array, "T V"] | None,
     best: Int[Array, "T"],
     packed: Packed,
     keys: Array | None,
@@ -413,6 +425,7 @@ def _last_token(
     best = jnp.take(best, row, mode="clip")
     if keys is None:
         return best
+    assert logits is not None
     own = jnp.take(logits, row, axis=0, mode="clip")
     rejected = committed < window
     role = jnp.where(rejected, noise.RESIDUAL, noise.BONUS)
@@ -454,11 +467,15 @@ def _append(
 
 
 def _logprobs(
-    logits: Float[Array, "T V"], packed: Packed, tokens: Int[Array, "S W"], config: StepConfig
+    logits: Float[Array, "T V"] | None,
+    packed: Packed,
+    tokens: Int[Array, "S W"],
+    config: StepConfig,
 ) -> Logprobs | None:
     """Log-softmax of the raw target logits, by request: row w of a window emits its token w."""
     if config.logprobs is None:
         return None
+    assert logits is not None
 
     def by_request(rows: Array) -> Array:
         # as wide as the tokens, whatever the shape

@@ -17,6 +17,7 @@ from dspark_jax.models.pages import PagePool, place
 from dspark_jax.models.ragged import Mixed, Packed
 from dspark_jax.models.taps import check_taps
 from dspark_jax.models.weights import DenseCache, DenseLayer, DenseWeights
+from pallas_kernels.best_linear import best_linear
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.row_linear import linear_add, rms_linear
@@ -165,6 +166,13 @@ def unembed(
 ) -> Float[Array, "... V"]:
     """fp32 logits of final hidden states."""
     return linear(hidden, weights.head, out_dtype=jnp.float32)
+
+
+def best_tokens(
+    config: DenseConfig, weights: DenseWeights, hidden: Float[Array, "T D"]
+) -> Int[Array, "T"]:
+    """The most likely token of each row."""
+    return best_linear(hidden, weights.head)[0]
 
 
 def commit(config: DenseConfig, cache: DenseCache, length: Int[Array, "S"]) -> DenseCache:

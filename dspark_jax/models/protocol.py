@@ -50,6 +50,12 @@ class TargetFamily(Protocol):
         """fp32 logits of final hidden states."""
         ...
 
+    def best_tokens(
+        self, config: Any, weights: Weights, hidden: Float[Array, "T D"]
+    ) -> Int[Array, "T"]:
+        """The most likely token of each row, the lowest id among equals."""
+        ...
+
     def commit(self, config: Any, cache: Cache, length: Int[Array, "S"]) -> Cache:
         """Set the committed length of every slot; rows past it become scratch."""
         ...

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.ragged import Packed
+from dspark_jax.verify.best import best_token
 
 _HERE = sys.modules[__name__]
 
@@ -98,6 +99,11 @@ def forward(
 def unembed(config: Any, weights: MarkovTargetWeights, hidden: Array) -> Array:
     """Rows of the table; ``highest`` precision keeps them exact."""
     return jnp.matmul(hidden, weights.logits, precision="highest")
+
+
+def best_tokens(config: Any, weights: MarkovTargetWeights, hidden: Array) -> Array:
+    """The best of each row."""
+    return best_token(unembed(config, weights, hidden))
 
 
 def commit(config: Any, cache: MarkovCache, length: Int[Array, "S"]) -> MarkovCache:

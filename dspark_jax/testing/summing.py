@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.pages import PagePool, place
 from dspark_jax.models.ragged import Mixed, Packed
+from dspark_jax.verify.best import best_token
 
 _HERE = sys.modules[__name__]
 
@@ -149,6 +150,11 @@ def forward(
 def unembed(config: SummingTargetConfig, weights: SummingWeights, hidden: Array) -> Array:
     """A row of the table."""
     return weights.logits[hidden[..., 0].astype(jnp.int32) % config.vocab_size]
+
+
+def best_tokens(config: SummingTargetConfig, weights: SummingWeights, hidden: Array) -> Array:
+    """The best of each row."""
+    return best_token(unembed(config, weights, hidden))
 
 
 def commit(config: Any, cache: Ledger, length: Int[Array, "S"]) -> Ledger:

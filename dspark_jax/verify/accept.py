@@ -41,7 +41,7 @@ def target_scores(
 
 
 def accepted_prefix(
-    logits: Float[Array, "T V"],
+    logits: Float[Array, "T V"] | None,
     best: Int[Array, "T"],
     packed: Packed,
     drafts: Int[Array, "S G"],
@@ -57,7 +57,7 @@ def accepted_prefix(
     Draft x_j is judged by the row before it: accepted when u q(x_j) < p(x_j), that is with
     probability min(1, p/q) (Leviathan et al., arXiv 2211.17192); a greedy request accepts the
     most likely token, ``best``, only. ``draft_logprob`` and ``uniforms`` are None when every
-    request is greedy.
+    request is greedy, and ``logits`` may be.
     """
     requests, depth = drafts.shape
     owner = jnp.minimum(packed.request, requests - 1)
@@ -66,6 +66,7 @@ def accepted_prefix(
     accept = judged == best
     if draft_logprob is not None:
         assert uniforms is not None
+        assert logits is not None
         own = jax.tree.map(lambda field: field[owner], sampling)
         scores = target_scores(logits, own, filtered=filtered)
         chosen = jnp.take_along_axis(scores, judged[:, None], axis=-1)[:, 0]

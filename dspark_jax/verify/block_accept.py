@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.models.ragged import Packed
 from dspark_jax.verify.accept import Sampling, target_scores
-from dspark_jax.verify.best import best_token
 
 
 class OpenBlocks(flax.struct.PyTreeNode):
@@ -112,13 +111,18 @@ def no_blocks(slots: int, depth: int) -> OpenBlocks:
 def follow(
     blocks: OpenBlocks,
     block: Block,
-    logits: Float[Array, "T V"],
+    logits: Float[Array, "T V"] | None,
+    best: Int[Array, "T"],
     packed: Packed,
     sampling: Sampling,
     *,
     filtered: bool,
 ) -> tuple[OpenBlocks, Bounds]:
-    """Open the blocks that this step cut, judge what its rows can judge, close what is known."""
+    """Open the blocks that this step cut, judge what its rows can judge, close what is known.
+
+    ``best`` are the most likely tokens of the rows, and all that greedy requests are judged by;
+    ``logits`` may be None when every request is greedy.
+    """
     low = jnp.zeros(block.active.shape, jnp.float32)
     total = Bounds(jnp.zeros_like(block.count), low, low)
 
@@ -149,9 +153,9 @@ def follow(
     )
     blocks = _open(blocks, block, censored)
 
-    best = best_token(logits)
     scores = normalizer = None
     if block.logprob is not None:
+        assert logits is not None
         owner = jnp.minimum(packed.request, block.count.shape[0] - 1)
         own = jax.tree.map(lambda field: field[owner], sampling)
         scores = target_scores(logits, own, filtered=filtered)
@@ -161,7 +165,7 @@ def follow(
         judged = (blocks.next > 0) & (number == blocks.next) & (at < block.count)[:, None]
         column = jnp.clip(number - 1, 0, blocks.tokens.shape[-1] - 1)[..., None]
         token = jnp.take_along_axis(blocks.tokens, column, axis=-1)[..., 0]
-        row = jnp.minimum(packed.row[:, at], logits.shape[0] - 1)[:, None]
+        row = jnp.minimum(packed.row[:, at], best.shape[0] - 1)[:, None]
         acceptance = (token == best[row]).astype(jnp.float32)
         if scores is not None and normalizer is not None:
             drawn = jnp.take_along_axis(blocks.logprob, column, axis=-1)[..., 0]

@@ -268,6 +268,34 @@ class WatchedDrafter(markov.MarkovDrafterConfig):
         return types.SimpleNamespace(**{**vars(markov), "base_logits": base_logits})
 
 
+@dataclasses.dataclass(frozen=True)
+class SilentTarget(markov.MarkovTargetConfig):
+    """Names best tokens and gives no logits."""
+
+    @property
+    def family(self):
+        def unembed(config, weights, hidden):
+            raise AssertionError("logits were asked for")
+
+        def best_tokens(config, weights, hidden):
+            return markov.best_tokens(markov.MarkovTargetConfig(config.vocab_size), weights, hidden)
+
+        own = {"unembed": unembed, "best_tokens": best_tokens}
+        return types.SimpleNamespace(**{**vars(markov), **own})
+
+
+@pytest.mark.parametrize("change", [{}, {"mode": "cap-accept", "bound_blocks": True}])
+def test_steps_of_greedy_requests_ask_for_no_logits(change):
+    weights, state, tables, config = watched(2.0, **change)
+    config = dataclasses.replace(config, target=SilentTarget(8))
+    _, outcome = decode_step(weights, state, tables, config=config)
+    assert (outcome.count > 1).all()
+    for reading in ({"sampled": True}, {"logprobs": 1}):
+        asking = dataclasses.replace(config, **reading)
+        with pytest.raises(AssertionError, match="logits were asked for"):
+            jax.eval_shape(functools.partial(decode_step, config=asking), weights, state, tables)
+
+
 def watched(confidence, mode="compact", buckets=(4, 8, 20), **changes):
     """Four requests whose drafts are all right, at one confidence everywhere."""
     config = StepConfig(

@@ -23,8 +23,10 @@ from dspark_jax.models.deepseek_v32.weights import DeepseekV32Weights, Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.ragged import Mixed, Packed
 from dspark_jax.models.taps import check_taps
+from pallas_kernels.best_linear import best_linear
 
 __all__ = [
+    "best_tokens",
     "commit",
     "forward",
     "forward_with_margins",
@@ -109,6 +111,13 @@ def unembed(
 ) -> Float[Array, "... V"]:
     """fp32 logits of final hidden states."""
     return linear(hidden, weights.head, out_dtype=jnp.float32)
+
+
+def best_tokens(
+    config: DeepseekV32Config, weights: DeepseekV32Weights, hidden: Float[Array, "T D"]
+) -> Int[Array, "T"]:
+    """The most likely token of each row."""
+    return best_linear(hidden, weights.head)[0]
 
 
 def commit(

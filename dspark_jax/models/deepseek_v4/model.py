@@ -22,9 +22,11 @@ from dspark_jax.models.deepseek_v4.weights import DeepseekV4Weights, Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.ragged import Mixed, Packed
 from dspark_jax.models.taps import check_taps
+from pallas_kernels.best_linear import best_linear
 
 __all__ = [
     "BESIDE_PAGES",
+    "best_tokens",
     "commit",
     "forward",
     "init_cache",
@@ -89,6 +91,14 @@ def unembed(
     """fp32 logits of final hidden states."""
     with jax.named_scope("head"):
         return linear(hidden, weights.head, out_dtype=jnp.float32)
+
+
+def best_tokens(
+    config: DeepseekV4Config, weights: DeepseekV4Weights, hidden: Float[Array, "T D"]
+) -> Int[Array, "T"]:
+    """The most likely token of each row."""
+    with jax.named_scope("head"):
+        return best_linear(hidden, weights.head)[0]
 
 
 def commit(
