@@ -33,8 +33,8 @@ LONG_GPU_STEPS = 2
 MANY_LANES = 512
 """Requests of which a step is long."""
 
-MANY_PIECES = 16
-"""Pieces of prompts in a step, above which a quarter of them gets a program of its own."""
+FEW_PIECES = 16
+"""Pieces of prompts that get a program of their own, and four times as many, and so on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +200,7 @@ class EngineConfig:
         """
         windows = self.max_requests * width
         if self.max_batched_tokens is None:
-            rows = max(DEFAULT_PROMPT_ROWS, PROMPT_ROWS_A_REQUEST * self.max_requests)
-            return max(1, rows // self.prompt_width)
+            return usual_pieces(self.max_requests, self.prompt_width)
         pieces = (self.max_batched_tokens - windows) // self.prompt_width
         if pieces < 1:
             raise ValueError(
@@ -212,10 +211,16 @@ class EngineConfig:
         return pieces
 
 
+def usual_pieces(requests: int, prompt_width: int) -> int:
+    """Pieces of prompts in a step, of so many rows, with which so many requests keep pace."""
+    rows = max(DEFAULT_PROMPT_ROWS, PROMPT_ROWS_A_REQUEST * requests)
+    return max(1, rows // prompt_width)
+
+
 def piece_tiers(most: int) -> tuple[int, ...]:
     """Pieces of prompts that a step is compiled for, which may carry ``most``."""
-    few = {1} if most <= MANY_PIECES else {1, most // 4}
-    return tuple(sorted(few | {most}))
+    powers = (FEW_PIECES * 4**power for power in itertools.count())
+    return tuple(sorted({1, *itertools.takewhile(lambda size: size < most, powers), most}))
 
 
 def check_prompt_width(width: int, backend: str) -> None:

@@ -20,7 +20,7 @@ from dspark_jax.decode.setup import Needs, needs_of, serving
 from dspark_jax.decode.state import Requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes as on_device
-from dspark_jax.engine.config import piece_tiers
+from dspark_jax.engine.config import piece_tiers, usual_pieces
 from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
 from dspark_jax.engine.leaves import Structure, structure_of, touched
 from dspark_jax.engine.packing import Layout, Packed, pack, unpack
@@ -350,9 +350,10 @@ class Programs:
         return Flight(plan, slots, roster.request[slots], lanes, launched, batch, legs)
 
     def _shapes(self, batch: int, pieces: int) -> tuple[Shape, ...]:
-        """What a dispatch is compiled for: beside few rows of prompts, seldom run, little."""
+        """What a dispatch is compiled for: little beside an unusual count of pieces."""
         shapes = self.shapes(batch, pieces * self.prompt_width)
-        return shapes if pieces in (0, self.piece_tiers[-1]) else extremes(shapes)
+        usual = min(usual_pieces(batch, self.prompt_width), self.pieces)
+        return shapes if pieces in (0, _tier(self.piece_tiers, usual)) else extremes(shapes)
 
     def _shape(
         self, slots: np.ndarray, batch: int, pieces: int, prefilling: int, least: float

@@ -27,8 +27,8 @@ LEAST_SAVING = 0.05
 DEEPER = 1
 """Compiled depths walked beyond an even share of the rows, so that there are drafts to choose from.
 
-With two, seven drafts for three verified, a step of 256 users took 3.17 ms on an H200, and 2.83 with
-three drafts for three.
+With two, seven drafts for three verified, a step of 256 users took 3.17 ms on an H200, and 2.83
+with three drafts for three.
 """
 
 DEAREST_WALK = 0.1

@@ -11,7 +11,7 @@ import pytest
 
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
-from dspark_jax.engine.config import EngineConfig, check_prompt_width
+from dspark_jax.engine.config import EngineConfig, check_prompt_width, piece_tiers, usual_pieces
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.figures import as_json
 from dspark_jax.engine.programs import Flight
@@ -468,6 +468,13 @@ def test_pieces_of_prompts_are_even_on_a_gpu():
     check_prompt_width(16, "gpu")
     with pytest.raises(ValueError, match="prompt_width is 5; wanted an even number"):
         check_prompt_width(5, "gpu")
+
+
+def test_few_prompts_ride_in_a_program_for_few():
+    assert piece_tiers(1) == (1,)
+    assert piece_tiers(16) == (1, 16)
+    assert piece_tiers(usual_pieces(256, 16)) == (1, 16, 64)
+    assert piece_tiers(usual_pieces(1024, 16)) == (1, 16, 64, 256)
 
 
 def test_a_gpu_takes_fewer_steps_a_dispatch_where_they_are_long(monkeypatch):
