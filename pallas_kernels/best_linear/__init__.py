@@ -1,5 +1,5 @@
 """The best token of every row of a language-model head, whose logits are never written."""
 
-from pallas_kernels.best_linear.api import Implementation, best_linear
+from pallas_kernels.best_linear.api import Implementation, avoids_logits, best_linear
 
-__all__ = ["Implementation", "best_linear"]
+__all__ = ["Implementation", "avoids_logits", "best_linear"]

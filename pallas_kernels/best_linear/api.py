@@ -8,19 +8,20 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.best_linear import mosaic_gpu, reference
+from pallas_kernels.best_linear.mosaic_gpu import LowRank, Operand
 from pallas_kernels.choice import choose
 from pallas_kernels.hopper import missing_hopper
 
 Implementation = Literal["xla", "mosaic"]
 
-AUTOMATIC: Implementation = "xla"
-"""What None takes where both can run (docs/kernels/best_linear.md)."""
+MANY_ROWS = 32
+"""From as many rows on None takes the kernel where it can run (docs/kernels/best_linear.md)."""
 
 
 def best_linear(
     x: Float[Array, "T I"],
     weight: Float[Array, "V I"],
-    low_rank: tuple[Float[Array, "T R"], Float[Array, "V R"]] | None = None,
+    low_rank: LowRank | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "T"], Float[Array, "T"]]:
@@ -33,7 +34,7 @@ def best_linear(
             a Markov head. None adds nothing.
         implementation: ``"xla"`` runs anywhere and writes all logits; ``"mosaic"`` needs a Hopper
             GPU, bf16, I and R multiples of 64 and V at least 256, and writes none. None takes
-            `AUTOMATIC` where that can run, xla elsewhere.
+            it from `MANY_ROWS` rows on where it can run, and xla elsewhere.
 
     Returns:
         Per row the output, the lowest among equals, and its value; sums are fp32. Logits must not
@@ -49,15 +50,31 @@ def best_linear(
         found, wanted = (low_rank[0].shape[0], low_rank[1].shape[0]), (x.shape[0], weight.shape[0])
         if found != wanted:
             raise ValueError(f"y and weight2 have {found} rows, wanted {wanted}")
+    kernel = _runs_mosaic(implementation, x, weight, low_rank)
+    return (mosaic_gpu if kernel else reference).best_linear(x, weight, low_rank)
+
+
+def avoids_logits(
+    x: Operand, weight: Operand, low_rank: tuple[Operand, Operand] | None = None
+) -> bool:
+    """Whether `best_linear` of operands like these writes no logits, left to its own choice."""
+    return _runs_mosaic(None, x, weight, low_rank)
+
+
+def _runs_mosaic(
+    implementation: Implementation | None,
+    x: Operand,
+    weight: Operand,
+    low_rank: tuple[Operand, Operand] | None,
+) -> bool:
     chosen = choose(
         "best_linear",
         "mosaic",
         implementation,
-        AUTOMATIC,
+        "mosaic" if x.shape[0] >= MANY_ROWS else "xla",
         lambda: missing_hopper() or mosaic_gpu.unsupported(x, weight, low_rank),
     )
-    run = mosaic_gpu if chosen == "mosaic" else reference
-    return run.best_linear(x, weight, low_rank)
+    return chosen == "mosaic"
 
 
 def _check(left_name: str, left: jax.Array, name: str, right: jax.Array) -> None:

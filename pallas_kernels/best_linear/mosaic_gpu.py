@@ -12,7 +12,6 @@ come from memory once, and inputs that stay in the L2.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +44,7 @@ _SWIZZLED = (
 _MATRIX = plgpu.Layout.WGMMA
 
 LowRank = tuple[Float[Array, "T R"], Float[Array, "V R"]]
+Operand = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +56,12 @@ class Tuning:
             share.
         columns: of a tile: outputs.
         stages: buffers of the ring.
-        members: blocks of a cluster: neighbours in rows, which copy their columns once for all.
         blocks: that share the tiles.
     """
 
     rows: int
     columns: int
     stages: int
-    members: int = 1
     blocks: int = _BLOCKS
 
     @property
@@ -85,9 +83,7 @@ def tuning_of(rows: int, outputs: int) -> Tuning:
 
 
 def unsupported(
-    x: jax.Array | jax.ShapeDtypeStruct,
-    weight: jax.Array | jax.ShapeDtypeStruct,
-    low_rank: tuple[jax.Array, jax.Array] | None = None,
+    x: Operand, weight: Operand, low_rank: tuple[Operand, Operand] | None = None
 ) -> str | None:
     """Why the kernel cannot take these operands, naming the value found and wanted, or None."""
     operands = {"x": x, "weight": weight}
@@ -128,7 +124,7 @@ def best_linear(
     rows = x.shape[0]
     tuning = tuning or tuning_of(rows, weight.shape[0])
     products = [(x, weight)] if low_rank is None else [(x, weight), low_rank]
-    padding = (0, -rows % (tuning.rows * tuning.members)), (0, 0)
+    padding = (0, -rows % tuning.rows), (0, 0)
     operands = [operand for left, right in products for operand in (jnp.pad(left, padding), right)]
     logits, ids = _launch(operands, tuning, interpret)
     token, logit = _join(ids, logits)
@@ -156,12 +152,11 @@ def _tiles(size: int, tile: int) -> int:
 def _launch(operands: list[jax.Array], tuning: Tuning, interpret: Any) -> list[jax.Array]:
     """Best logit and its id of every part and row, ``[P, T]`` each.
 
-    ``operands`` are the left and the right one of each product, T a multiple of the rows of the
-    tiles of a cluster.
+    ``operands`` are the left and the right one of each product, T a multiple of ``tuning.rows``.
     """
-    rows, outputs, members = len(operands[0]), len(operands[1]), tuning.members
-    row_tiles, column_tiles = rows // (tuning.rows * members), _tiles(outputs, tuning.columns)
-    clusters = min(tuning.blocks // members, row_tiles * column_tiles)
+    rows, outputs = len(operands[0]), len(operands[1])
+    row_tiles, column_tiles = rows // tuning.rows, _tiles(outputs, tuning.columns)
+    blocks = min(tuning.blocks, row_tiles * column_tiles)
     height, width = tuning.part
     beside = tuning.columns // width
     parts = (column_tiles * beside, rows)
@@ -171,19 +166,13 @@ def _launch(operands: list[jax.Array], tuning: Tuning, interpret: Any) -> list[j
     def kernel(*refs: Any, left: Any, right: Any, ready: Any, free: Any, best: Any, name: Any):
         pairs = list(zip(refs[:-2:2], refs[1:-2:2], strict=True))
         logits, ids = refs[-2:]
-        ring = _Ring(
-            left, right, ready, free, tuning.stages, shared="member" if members > 1 else None
-        )
-        warpgroup, cluster = lax.axis_index("warpgroup"), lax.axis_index("cluster")
-        count = lax.div(row_tiles * column_tiles - cluster + (clusters - 1), jnp.int32(clusters))
+        ring = _Ring(left, right, ready, free, tuning.stages)
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        count = lax.div(row_tiles * column_tiles - block + (blocks - 1), jnp.int32(blocks))
 
         def place(turn):
-            number = cluster + turn * clusters
-            row, column = (
-                lax.rem(number, jnp.int32(row_tiles)),
-                lax.div(number, jnp.int32(row_tiles)),
-            )
-            return row * members + (lax.axis_index("member") if members > 1 else 0), column
+            number = block + turn * blocks
+            return lax.rem(number, jnp.int32(row_tiles)), lax.div(number, jnp.int32(row_tiles))
 
         def begin(column):
             # The last tile begins earlier where columns do not fill it: some are seen twice.
@@ -238,12 +227,6 @@ def _launch(operands: list[jax.Array], tuning: Tuning, interpret: Any) -> list[j
             lax.fori_loop(0, count, tile, jnp.int32(0))
             ring.drain(count * steps)
 
-    cluster = {}
-    free: Any = plgpu.Barrier
-    if members > 1:
-        cluster = {"cluster": (members,), "cluster_names": ("member",)}
-        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("member",))
-
     def buffers(size: int) -> Any:
         return plgpu.SMEM((tuning.stages, size, INNER), jnp.bfloat16, transforms=_SWIZZLED)
 
@@ -257,13 +240,12 @@ def _launch(operands: list[jax.Array], tuning: Tuning, interpret: Any) -> list[j
             "left": buffers(tuning.rows),
             "right": buffers(tuning.columns),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.stages),
-            "free": free(num_arrivals=_COMPUTING, num_barriers=tuning.stages),
+            "free": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=tuning.stages),
             "best": plgpu.SMEM((_COMPUTING, height), jnp.float32),
             "name": plgpu.SMEM((_COMPUTING, height), jnp.int32),
         },
-        grid=(clusters,),
-        grid_names=("cluster",),
-        **cluster,
+        grid=(blocks,),
+        grid_names=("block",),
         num_threads=_COMPUTING + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -278,8 +260,7 @@ def _launch(operands: list[jax.Array], tuning: Tuning, interpret: Any) -> list[j
 class _Ring:
     """Buffers that pass 64 inner columns of both operands from the producer to the consumers.
 
-    ``step`` counts them over all tiles of a block. The blocks along the cluster axis ``shared``
-    have the same right operands: each copies its share for all, once all have read the buffer.
+    ``step`` counts them over all tiles of a block.
     """
 
     left: Any
@@ -287,7 +268,6 @@ class _Ring:
     ready: Any
     free: Any
     stages: int
-    shared: str | None
 
     def fill(self, step: jax.Array, left: Any, right: Any) -> None:
         """Starts the copies of ``step`` once its buffer has been read."""
@@ -298,9 +278,7 @@ class _Ring:
             plgpu.barrier_wait(self.free.at[place])
 
         plgpu.copy_gmem_to_smem(left, self.left.at[place], self.ready.at[place])
-        plgpu.copy_gmem_to_smem(
-            right, self.right.at[place], self.ready.at[place], collective_axes=self.shared
-        )
+        plgpu.copy_gmem_to_smem(right, self.right.at[place], self.ready.at[place])
 
     def drain(self, steps: jax.Array) -> None:
         """Waits until the buffers of all ``steps`` have been read."""

@@ -10,9 +10,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from pallas_kernels.best_linear import best_linear, mosaic_gpu, reference
+from pallas_kernels.best_linear import avoids_logits, best_linear, mosaic_gpu, reference
+from pallas_kernels.best_linear.api import MANY_ROWS
 from pallas_kernels.best_linear.mosaic_gpu import Tuning, tuning_of
 from pallas_kernels.best_linear.shapes import SHAPES
+from pallas_kernels.choice import preferring
 
 
 def interpreted(x, weight, low_rank=None):
@@ -111,12 +113,6 @@ def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
     assert "mosaic_gpu" in lowered_for_hopper(mosaic_gpu.best_linear, *case)
 
 
-def test_blocks_that_share_columns_lower_for_hopper(lowered_for_hopper):
-    case = specs(SHAPES["smollm2-135m draft 512"])
-    run = functools.partial(mosaic_gpu.best_linear, tuning=Tuning(128, 256, 4, members=2))
-    assert "mosaic_gpu" in lowered_for_hopper(run, *case)
-
-
 def specs(shape):
     def spec(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
@@ -154,13 +150,22 @@ def test_the_kernel_says_what_it_does_not_support(change, says):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
-@pytest.mark.parametrize("automatic", ["xla", "mosaic"])
-def test_mosaic_without_a_gpu_raises_and_the_default_falls_back(monkeypatch, automatic):
-    monkeypatch.setattr("pallas_kernels.best_linear.api.AUTOMATIC", automatic)
-    case = head(2, 256, 64)
+@pytest.mark.parametrize("rows", [2, MANY_ROWS])
+def test_mosaic_without_a_gpu_raises_and_the_default_falls_back(rows):
+    case = head(rows, 256, 64)
     with pytest.raises(NotImplementedError, match="best_linear cannot run"):
         best_linear(*case, implementation="mosaic")
+    assert not avoids_logits(*case)
     np.testing.assert_array_equal(best_linear(*case)[0], by_hand(*case)[0])
+
+
+def test_on_hopper_many_rows_avoid_logits_unless_xla_is_preferred(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.best_linear.api.missing_hopper", lambda: None)
+    assert avoids_logits(*head(MANY_ROWS, 256, 64))
+    assert not avoids_logits(*head(MANY_ROWS - 1, 256, 64))
+    assert not avoids_logits(*head(MANY_ROWS, 256, 64, width=96))
+    with preferring(best_linear="xla"):
+        assert not avoids_logits(*head(MANY_ROWS, 256, 64))
 
 
 def test_shapes_that_disagree_are_refused():
