@@ -62,24 +62,30 @@ def draft(
         state.anchor,
         state.cache.length,
     )[:, :cap]
-    base = family.base_logits(
-        drafter, weights.drafter, target.output_embedding(weights.target), hidden
-    )
+    head = target.output_embedding(weights.target)
+    silent = keys is None and _walks_without_logits(family, weights.drafter, head, state.slots)
+    base = None if silent else family.base_logits(drafter, weights.drafter, head, hidden)
     walk = family.start_walk(drafter, weights.drafter, state.slots)
     previous = state.anchor
     tokens, scores, logprobs, confidences = [], [], [], []
     for j in range(cap):
-        previous, score, logprob, confidence, walk = _position(
-            weights.drafter,
-            walk,
-            hidden[:, j],
-            base[:, j],
-            previous,
-            keys,
-            j + 1,
-            state.requests.temperature,
-            drafter=drafter,
-        )
+        if base is None:
+            score = logprob = None
+            previous, confidence, walk = _best_position(
+                weights.drafter, head, walk, hidden[:, j], previous, drafter=drafter
+            )
+        else:
+            previous, score, logprob, confidence, walk = _position(
+                weights.drafter,
+                walk,
+                hidden[:, j],
+                base[:, j],
+                previous,
+                keys,
+                j + 1,
+                state.requests.temperature,
+                drafter=drafter,
+            )
         tokens.append(previous)
         scores.append(score)
         logprobs.append(logprob)
@@ -116,6 +122,27 @@ def _position(
         chosen = jnp.take_along_axis(score, column[:, None], axis=-1)[:, 0]
         logprob = chosen - jax.nn.logsumexp(score, axis=-1)
     return family.to_target_ids(weights, column), score, logprob, confidence, walk
+
+
+def _walks_without_logits(family: Any, weights: Any, head: Array, slots: int) -> bool:
+    ask = getattr(family, "walks_without_logits", None)
+    return ask is not None and ask(weights, head, slots)
+
+
+@functools.partial(jax.jit, static_argnames="drafter")
+def _best_position(
+    weights: Any,
+    head: Float[Array, "V D"],
+    walk: Any,
+    hidden: Float[Array, "S D"],
+    previous: Int[Array, "S"],
+    *,
+    drafter: Any,
+) -> tuple[Int[Array, "S"], Array | None, Any]:
+    """`_position` of greedy requests without their logits: draft, confidence, and the walk."""
+    family = drafter.family
+    column, confidence, walk = family.best_position(drafter, weights, head, walk, hidden, previous)
+    return family.to_target_ids(weights, column), confidence, walk
 
 
 def _pad(

@@ -10,18 +10,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.drafter import heads
 from dspark_jax.drafter.backbone import (
     block_hidden_from_context,
     phases_at,
 )
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.heads import start_state, vocabulary_logits, walk_position
 from dspark_jax.drafter.weights import ContextCache, DrafterLayer, DrafterWeights
 from dspark_jax.models.layers import linear
 from dspark_jax.models.pages import PagePool, place
+from pallas_kernels.best_linear import avoids_logits
 from pallas_kernels.paged_attention.reference import rows_of
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.row_linear import rms_linear
+
+LOGIT_BYTES = 40
+"""What passes through memory for a draft's logit, base and bias and argmax, at 4.3 TB/s: a block of
+7 of 49152 columns took 3.4 us a request on an H200."""
 
 
 def init_context(config: DrafterConfig, slots: int, capacity: int, dtype: Any) -> ContextCache:
@@ -136,15 +141,19 @@ def base_logits(
     hidden: Float[Array, "... D"],
 ) -> Float[Array, "... Vd"]:
     """fp32 logits of the parallel backbone, from the drafter's own head or the target's."""
-    matrix = head if weights.lm_head is None else weights.lm_head
-    return vocabulary_logits(hidden.astype(matrix.dtype), matrix)
+    matrix = _head(weights, head)
+    return heads.vocabulary_logits(hidden.astype(matrix.dtype), matrix)
+
+
+def _head(weights: DrafterWeights, head: Float[Array, "V D"]) -> Float[Array, "Vd D"]:
+    return head if weights.lm_head is None else weights.lm_head
 
 
 def start_walk(
     config: DrafterConfig, weights: DrafterWeights, slots: int
 ) -> Float[Array, "S R"] | None:
     """State of the sequential head before the first position of a block."""
-    return start_state(config, weights, (slots,))
+    return heads.start_state(config, weights, (slots,))
 
 
 def walk(
@@ -155,7 +164,35 @@ def walk(
     previous: Int[Array, "S"],
 ) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S"] | None, Float[Array, "S R"] | None]:
     """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state."""
-    return walk_position(config, weights, state, hidden, previous)
+    return heads.walk_position(config, weights, state, hidden, previous)
+
+
+def walks_without_logits(weights: DrafterWeights, head: Float[Array, "V D"], slots: int) -> bool:
+    """Whether greedy requests are walked by `best_position`.
+
+    That reads the head once a position and not once a block: it pays where a column of the head
+    has no more bytes than the requests' logits cost.
+    """
+    matrix = _head(weights, head)
+    x = jax.ShapeDtypeStruct((slots, matrix.shape[1]), matrix.dtype)
+    low_rank = None
+    if weights.markov is not None:
+        w2 = weights.markov.w2
+        low_rank = jax.ShapeDtypeStruct((slots, w2.shape[1]), w2.dtype), w2
+    pays = slots * LOGIT_BYTES >= matrix.shape[1] * matrix.dtype.itemsize
+    return pays and avoids_logits(x, matrix, low_rank)
+
+
+def best_position(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    head: Float[Array, "V D"],
+    state: Float[Array, "S R"] | None,
+    hidden: Float[Array, "S D"],
+    previous: Int[Array, "S"],
+) -> tuple[Int[Array, "S"], Float[Array, "S"] | None, Float[Array, "S R"] | None]:
+    """One position of greedy requests: best column, confidence logit (None = no head), state."""
+    return heads.best_position(config, weights, _head(weights, head), state, hidden, previous)
 
 
 def to_target_ids(weights: DrafterWeights, draft_ids: Int[Array, "..."]) -> Int[Array, "..."]:

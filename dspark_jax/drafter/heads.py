@@ -14,6 +14,7 @@ from dspark_jax.drafter.confidence import confidence_logit
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import DrafterWeights, MarkovHead
 from dspark_jax.models.layers import linear
+from pallas_kernels.best_linear import best_linear
 
 
 def vocabulary_logits(
@@ -77,12 +78,48 @@ def walk_position(
 
     The bias is None without a sequential head, the confidence None without a confidence head.
     """
-    bias, embedding = None, None
-    if weights.markov is not None:
-        embedding = markov_embedding(weights.markov, previous)
-        ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
+    ranked, embedding, state = _ranked(config, weights, state, hidden, previous)
+    bias = None
+    if ranked is not None:
+        assert weights.markov is not None
         bias = vocabulary_logits(ranked, weights.markov.w2)
     return bias, _confidence(config, weights, hidden, embedding), state
+
+
+def best_position(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    head: Float[Array, "Vd D"],
+    state: Float[Array, "S R"] | None,
+    hidden: Float[Array, "S D"],
+    previous: Int[Array, "S"],
+) -> tuple[Int[Array, "S"], Float[Array, "S"] | None, Array | None]:
+    """`walk_position` of greedy requests: the best column of ``head``'s logits plus bias.
+
+    A bias is a product of low rank, whatever the head, so neither has to be written.
+    """
+    ranked, embedding, state = _ranked(config, weights, state, hidden, previous)
+    low_rank = None
+    if ranked is not None:
+        assert weights.markov is not None
+        low_rank = ranked, weights.markov.w2
+    column, _ = best_linear(hidden.astype(head.dtype), head, low_rank)
+    return column, _confidence(config, weights, hidden, embedding), state
+
+
+def _ranked(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    state: Float[Array, "... R"] | None,
+    hidden: Float[Array, "... D"],
+    previous: Int[Array, "..."],
+) -> tuple[Float[Array, "... R"] | None, Float[Array, "... R"] | None, Array | None]:
+    """What ``w2`` is applied to, the previous token's embedding, next state; no head: None."""
+    if weights.markov is None:
+        return None, None, state
+    embedding = markov_embedding(weights.markov, previous)
+    ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
+    return ranked, embedding, state
 
 
 def rank_block(

@@ -82,6 +82,22 @@ class DrafterFamily(Protocol):
         """
         ...
 
+    def walks_without_logits(self, weights: Any, head: Array, slots: int) -> bool:
+        """Whether greedy requests are walked by ``best_position``. A family may have neither."""
+        ...
+
+    def best_position(
+        self,
+        config: Any,
+        weights: Any,
+        head: Array,
+        state: Any,
+        hidden: Float[Array, "S D"],
+        previous: Int[Array, "S"],
+    ) -> tuple[Int[Array, "S"], Float[Array, "S"] | None, Any]:
+        """`walk` of greedy requests: the best column of base logits plus bias, neither written."""
+        ...
+
     def to_target_ids(self, weights: Any, draft_ids: Int[Array, "..."]) -> Int[Array, "..."]:
         """Draft-vocabulary columns to target token ids."""
         ...

@@ -12,6 +12,7 @@ from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft
 from dspark_jax.decode.state import init_state, make_requests
 from dspark_jax.decode.step import Weights
+from dspark_jax.drafter import dspark
 from dspark_jax.testing import markov
 
 SLOTS, VOCAB = 20_000, 4
@@ -63,3 +64,19 @@ def test_positions_past_the_cap_are_not_drafted():
     found = drafts([0.0] * VOCAB, 1.0, cap=2)
     assert not found.tokens[:, 2].any()
     assert not found.confidence[:, 2].any()
+
+
+def test_greedy_drafts_are_the_same_where_no_logits_are_written(make_pair, monkeypatch):
+    pair = make_pair()
+    config = StepConfig(pair.target, pair.drafter, "static", sampled=False, filtered=False)
+    state = init_state(config, slots=5, capacity=8, max_tokens=8, dtype=jnp.float32)
+    state = state.replace(anchor=jnp.arange(5, dtype=jnp.int32))
+    run = functools.partial(draft.__wrapped__, pair.weights, state, None, 3, config=config)
+    plain = jax.jit(run)()
+    monkeypatch.setattr(dspark, "walks_without_logits", lambda *_: True)
+    monkeypatch.delattr(dspark, "base_logits")
+    silent = jax.jit(lambda: run())()
+    assert len(np.unique(plain.tokens[:, :3])) > 5
+    np.testing.assert_array_equal(silent.tokens, plain.tokens)
+    np.testing.assert_array_equal(silent.confidence, plain.confidence)
+    assert silent.scores is None

@@ -55,6 +55,41 @@ def test_logits_and_confidence_are_fp32_whatever_the_weights(make_drafter, head)
     assert {bias.dtype, confidence.dtype, base.dtype} == {jnp.dtype("float32")}
 
 
+@pytest.mark.parametrize(
+    "changes", [{"markov_head_type": head} for head in HEADS] + [{"markov_rank": 0}]
+)
+def test_the_best_of_a_position_is_that_of_base_logits_and_bias(make_drafter, changes):
+    drafter = make_drafter(draft_vocab_size=20, **changes)
+    config, weights = drafter.config, drafter.weights
+    hidden, previous = hidden_and_tokens(config, blocks=9)
+    borrowed = jnp.zeros((config.vocab_size, config.hidden_size))
+    walk = best_walk = dspark.start_walk(config, weights, len(hidden))
+    for j in range(2):
+        operands = hidden[:, j], previous[:, j]
+        bias, confidence, walk = dspark.walk(config, weights, walk, *operands)
+        logits = dspark.base_logits(config, weights, borrowed, hidden[:, j])
+        logits = logits if bias is None else logits + bias
+        column, seen, best_walk = dspark.best_position(
+            config, weights, borrowed, best_walk, *operands
+        )
+        np.testing.assert_array_equal(column, logits.argmax(axis=-1))
+        np.testing.assert_array_equal(seen, confidence)
+        jax.tree.map(np.testing.assert_array_equal, best_walk, walk)
+
+
+def test_many_greedy_requests_walk_without_logits_where_the_kernel_runs(make_drafter, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.best_linear.api.missing_hopper", lambda: None)
+    sizes = {"draft_vocab_size": 256, "hidden_size": 64, "markov_rank": 64}
+    weights = make_drafter(jnp.bfloat16, **sizes).weights
+    assert dspark.walks_without_logits(weights, weights.lm_head, 32)
+    assert not dspark.walks_without_logits(weights, weights.lm_head, 31)
+    wide = jnp.tile(weights.lm_head, (1, 40))  # as wide as that of Qwen3-4B
+    assert dspark.walks_without_logits(weights.replace(lm_head=wide), wide, 128)
+    assert not dspark.walks_without_logits(weights.replace(lm_head=wide), wide, 127)
+    weights = make_drafter(jnp.bfloat16, **sizes | {"markov_rank": 40}).weights
+    assert not dspark.walks_without_logits(weights, weights.lm_head, 128)
+
+
 def test_only_the_rnn_head_remembers_tokens_before_the_previous_one(make_drafter):
     for head in HEADS:
         drafter = make_drafter(markov_head_type=head)
