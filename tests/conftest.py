@@ -1,6 +1,7 @@
 """Settings of the whole suite: exact fp32 products, quick compilation, a cache of its results."""
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -8,15 +9,41 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+# Passes that only make loops and branches faster, and those for number formats that no program
+# here has: a fifth of the time that XLA takes to compile.
+NEEDLESS_PASSES = (
+    "simplify-while-loops",
+    "while-loop-invariant-code-motion",
+    "while-loop-expensive-invariant-code-motion",
+    "while-loop-constant-sinking",
+    "while-loop-trip-count-annotator",
+    "reshape-mover",
+    "simplify-conditional",
+    "simplify-sorts",
+    "dynamic-dimension-simplifier",
+    "batch-dot-simplification",
+    "cpu-parallel-task-assigner",
+    *(f"float-normalization-{name}" for name in ("s4", "u4", "f8e3m4", "f8e4m3")),
+    *(f"float-normalization-f8e{name}fnuz" for name in ("4m3b11", "4m3", "5m2")),
+    "float-normalization-f4e2m1fn",
+)
 # Loops written by XLA's older emitters compile in less than half the time, and one core gains
 # nothing from programs compiled in parts. Read when JAX first compiles; processes that tests
 # start inherit it.
 QUICK_TO_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     " --xla_cpu_parallel_codegen_split_count=1"
+    f" --xla_disable_hlo_passes={','.join(NEEDLESS_PASSES)}"
 )
 if QUICK_TO_COMPILE not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+
+
+JOBS = ("train", "cli")
+"""Folders whose tests run jobs, which compile the same programs again and again. Elsewhere hardly
+a program comes twice, and to keep one costs a tenth of its compilation; who wants all of them for
+the next run sets JAX_COMPILATION_CACHE_DIR."""
+KEEPS_JOBS_ALONE = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = getattr(config, "cache", None)
     if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        config.stash[KEEPS_JOBS_ALONE] = True
 
 
 def collect_garbage() -> None:
@@ -56,6 +83,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     quick = jax.default_backend() == "cpu" and item.get_closest_marker("optimized") is None
     jax.config.update("jax_disable_most_optimizations", quick)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
+    if item.config.stash.get(KEEPS_JOBS_ALONE, False):
+        least = 0.1 if item.path.parent.name in JOBS else math.inf
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.deepseek_pair import FLASH, TINY, chance_blocks, random_weights
@@ -113,11 +116,26 @@ def test_a_compact_cell_verifies_its_rows_and_walks_whole_blocks():
     assert step_config(compact, TINY).shape == Shape(depth=TINY.block_size, rows=4)
 
 
+def drawn_on_the_host(shapes):
+    """Weights of these shapes: a generator on the device is a program for every shape."""
+    random = np.random.default_rng(0)
+
+    def draw(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            values = np.arange(leaf.size) % leaf.shape[-1]  # experts of a token are distinct
+        else:
+            values = random.normal(scale=0.2, size=leaf.size)
+        return jnp.asarray(values.reshape(leaf.shape), leaf.dtype)
+
+    return jax.tree.map(draw, shapes)
+
+
 @pytest.mark.slow
 def test_a_step_of_windows_of_one_row_commits_a_token_of_each_request():
     target = dataclasses.replace(TINY.target, num_hidden_layers=1, compress_ratios=(4,))
     pair = dataclasses.replace(TINY, target=target, target_layer_ids=(0,))
-    program = Program(Cell(("widths",), 2, 32, 2, "off", 1), pair, random_weights(pair))
+    shapes = jax.eval_shape(lambda: random_weights(pair))
+    program = Program(Cell(("widths",), 2, 32, 2, "off", 1), pair, drawn_on_the_host(shapes))
     figures = measure(program, program.compile())
     assert figures["step_ms"] > 0
     assert figures["tokens_per_step"] == 2

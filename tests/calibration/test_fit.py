@@ -14,6 +14,7 @@ from dspark_jax.calibration.sts import GRID, HIGHEST, LOWEST, fit_grid
 
 pytestmark = pytest.mark.optimized
 
+# Numbers of blocks come again below: each is a program of its own for the fits by gradient.
 TRUE = (2.0, 0.5, 1.0, 1.4)
 FITS = {
     "grid": fit_grid,
@@ -94,10 +95,10 @@ def test_no_block_at_all_is_the_identity(fit):
     assert found.shrunk.all()
 
 
-@pytest.mark.parametrize("accepted", [0, 2])
+@pytest.mark.parametrize("accepted", [0, 3])
 def test_labels_of_one_kind_give_temperatures_inside_the_range(fit, accepted):
-    logits = np.random.default_rng(0).normal(size=(2000, 2))
-    blocks = VerifiedBlocks(logits, np.full(2000, accepted), np.full(2000, 2))
+    logits = np.random.default_rng(0).normal(size=(900, 3))
+    blocks = VerifiedBlocks(logits, np.full(900, accepted), np.full(900, 3))
     found = fit(blocks)
     assert (found.temperatures >= LOWEST).all()
     assert (found.temperatures <= HIGHEST).all()
@@ -105,12 +106,12 @@ def test_labels_of_one_kind_give_temperatures_inside_the_range(fit, accepted):
 
 def test_positions_without_a_label_do_not_move_the_fit(fit, synthetic):
     """Cut blocks are all rejections behind the cut; as labels they would pull down."""
-    whole = synthetic(TRUE, 8000)
-    extra = synthetic(TRUE, 8000, seed=2)
+    whole = synthetic(TRUE, 15_000)
+    extra = synthetic(TRUE, 15_000, seed=2)
     cut = VerifiedBlocks(
         np.concatenate([whole.logits, extra.logits]),
         np.concatenate([whole.accepted, np.minimum(extra.accepted, 1)]),
-        np.concatenate([whole.verified, np.ones(8000, int)]),
+        np.concatenate([whole.verified, np.ones(15_000, int)]),
     )
     np.testing.assert_allclose(fit(cut).temperatures[1:], TRUE[1:], rtol=0.25)
 

@@ -68,10 +68,12 @@ def _make_pair(**changes: Any) -> Pair:
     random = np.random.default_rng(0)
 
     def matrix(*shape: int, scale: float = 1.0) -> jax.Array:
-        return jnp.asarray(scale * random.normal(size=shape) * shape[-1] ** -0.5, jnp.float32)
+        # made on the host, where no shape is a program to compile
+        values = scale * random.normal(size=shape) * shape[-1] ** -0.5
+        return jax.device_put(values.astype(np.float32))
 
     def norm(width: int) -> jax.Array:
-        return jnp.asarray(1 + 0.1 * random.normal(size=width), jnp.float32)
+        return jax.device_put((1 + 0.1 * random.normal(size=width)).astype(np.float32))
 
     width, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     groups = config.num_key_value_heads * config.head_dim

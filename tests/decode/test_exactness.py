@@ -7,6 +7,7 @@ at a token before deciding its fate shows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -163,18 +164,18 @@ def joint_pvalue(tokens: np.ndarray) -> float:
 
 
 def config(mode: str, policy: str = "lagged", **changes) -> StepConfig:
-    """Walk caps where lagged confidences choose them.
+    """Walk caps where costs choose among them by lagged confidences.
 
     One bucket: it is chosen after the windows, and each is a program to compile.
     """
-    capped = policy == "lagged" and mode in ("compact", "cap-accept")
+    by_costs = mode in ("compact", "cap-accept") and not changes.keys() & {"threshold", "shape"}
     return StepConfig(
         target=MarkovTargetConfig(VOCAB),
         drafter=MarkovDrafterConfig(VOCAB, BLOCK),
         mode=mode,
         policy=policy,
         lag=LAG,
-        walk_caps=(1, BLOCK) if capped else (),
+        walk_caps=(1, BLOCK) if by_costs and policy == "lagged" else (),
         **changes,
     )
 
@@ -317,15 +318,10 @@ def test_noise_keyed_by_the_requests_steps_is_fair():
     assert abs(share_of_good_tokens(coin_arm()) - 0.5) < 0.01
 
 
-@pytest.fixture
-def traces_of_its_own():
-    """Nothing that was traced with other noise is used, nor is what is traced here."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+class AnotherDrafter(MarkovDrafterConfig):
+    """Equal to no other config: what is traced with it is used for nothing else."""
 
 
-@pytest.mark.usefixtures("traces_of_its_own")
 def test_noise_keyed_by_absolute_position_is_not(monkeypatch):
     """A trimmed position drafted again with the noise it had: the budget has seen the token."""
     offset = []
@@ -348,4 +344,5 @@ def test_noise_keyed_by_absolute_position_is_not(monkeypatch):
     monkeypatch.setattr(loop, "decode_step", position_keyed_step)
     monkeypatch.setattr(noise, "step_keys", keys_without_step)
     monkeypatch.setattr(noise, "_fold", fold_position)
-    assert abs(share_of_good_tokens(coin_arm()) - 0.5) > 0.03
+    arm = dataclasses.replace(coin_arm(), drafter=AnotherDrafter(2, BLOCK))
+    assert abs(share_of_good_tokens(arm) - 0.5) > 0.03

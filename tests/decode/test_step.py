@@ -312,9 +312,9 @@ def watched(confidence, mode="compact", buckets=(4, 8, 20), **changes):
         markov.MarkovTargetWeights(table),
         markov.MarkovDrafterWeights(table, jnp.full((4, 8), confidence)),
     )
-    state = init_state(config, slots=4, capacity=64, max_tokens=64, dtype=jnp.float32)
+    state = new_state(config, slots=4, capacity=64, max_tokens=64, dtype=jnp.float32)
     requests = make_requests(4, max_new_tokens=64, context=64)
-    state = loop.admit(state, jnp.arange(4), jnp.arange(4), requests)
+    state = admit(state, np.arange(4), np.arange(4), requests)
     tables = priced(4, 4, per_token=0.1, drafting=0.05)
     return weights, state, tables, config
 

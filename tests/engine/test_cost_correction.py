@@ -115,6 +115,8 @@ def test_factors_are_bounded(slower, limit):
 
 SMALL, FULL = 4, 12
 """The buckets of the engine: every anchor alone, and full windows."""
+SHARED = SamplingParams(temperature=1.0)
+"""Programs that the engine's own tests compile too; greedy requests use them as well."""
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +136,8 @@ def serve(make_engine):
 
     def run(*, slower=1.0, hiccup=None, count=300, **changes):
         machine = {"now": 0.0, "dispatches": 0, "slower": slower, "hiccup": hiccup}
-        engine = make_engine(cost_table=costs, token_tiers=(SMALL,), lag=1, **changes)
-        engine.warmup()
+        engine = make_engine(cost_table=costs, **changes)
+        engine.warmup(SHARED)
         engine._metrics.clock = lambda: machine["now"]
         random = np.random.default_rng(0)
         # For a batch of one-token answers nothing can be drafted: both shapes are seen.
@@ -178,8 +180,8 @@ def test_one_hiccup_changes_no_decision(serve):
 
 
 def test_a_dispatch_that_is_read_late_teaches_nothing(make_engine, monkeypatch):
-    engine = make_engine(cost_table=table(), token_tiers=(SMALL,), lag=1, correct_costs=True)
-    engine.warmup()
+    engine = make_engine(cost_table=table(), correct_costs=True)
+    engine.warmup(SHARED)
 
     def late(flight, clock):
         jax.block_until_ready(flight.launched.result())

@@ -21,7 +21,8 @@ RANDOM = np.random.default_rng(0)
 
 
 def normal(*shape):
-    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+    # made on the host, where no shape is a program to compile
+    return jax.device_put(RANDOM.normal(size=shape).astype(np.float32))
 
 
 EXPERTS = Experts(normal(NUMBER, 2 * INNER, WIDTH), normal(NUMBER, WIDTH, INNER))
@@ -33,7 +34,8 @@ def beside(monkeypatch):
     """Blocks beside each other, with pure JAX in the kernel's place."""
     monkeypatch.setattr("dspark_jax.models.experts.block_products.obstacle", lambda *_: None)
     monkeypatch.setattr("dspark_jax.models.experts.block_linear", in_pure_jax)
-    return functools.partial(routed_experts, implementation="triton")
+    blocks = functools.partial(routed_experts, implementation="triton")
+    return jax.jit(blocks, static_argnames="limit")
 
 
 def one_by_one(x, ids, weights, limit=None):
@@ -59,7 +61,7 @@ def silu(x):
 def skewed(tokens):
     """All tokens share expert 4, so that its rows fill several blocks; nobody takes expert 2."""
     other = RANDOM.choice([0, 1, 3, 5], tokens)
-    return jnp.asarray(np.stack([np.full(tokens, 4), other], axis=1), jnp.int32)
+    return jax.device_put(np.stack([np.full(tokens, 4), other], axis=1).astype(np.int32))
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(1, None), (3, None), (40, None), (40, 0.5)])

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,9 +44,7 @@ class Recorded:
 def read_recorded(name: str) -> Recorded:
     folder = GOLDEN / name
     config = drafter_config(json.loads((folder / "config.json").read_text()), folder)
-    tensors = {
-        key: jnp.asarray(value) for key, value in load_file(folder / "golden.safetensors").items()
-    }
+    tensors = jax.device_put(load_file(folder / "golden.safetensors"))
     return Recorded(
         config=config,
         weights=read_deepspec(config, DrafterTensors(SafetensorsSource(folder), folder), None),

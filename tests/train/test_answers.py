@@ -26,16 +26,15 @@ from train.stopping import Stop, Stopped
 STOP = 2
 
 
-@pytest.fixture
-def job(tmp_path):
+def make_job(folder):
     """Four conversations, the even ones of two turns, two samples each, in three shards."""
-    prompts = tmp_path / "prompts.jsonl"
+    prompts = folder / "prompts.jsonl"
     lines = [{"turns": [f"w{i} w{i + 1}", f"w{i + 20}"][: 2 - i % 2]} for i in range(4)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return DataConfig(
         target=TargetSection("tiny"),
         answers=AnswersSection(
-            output=str(tmp_path / "data"),
+            output=str(folder / "data"),
             max_new_tokens=6,
             max_context=32,
             batch=4,
@@ -43,6 +42,17 @@ def job(tmp_path):
         ),
         prompts=PromptsSection(files=(str(prompts),), samples_per_prompt=2),
     )
+
+
+@pytest.fixture
+def job(tmp_path):
+    return make_job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(chatty, tmp_path_factory):
+    """Documents of the job that nothing stopped."""
+    return all_documents(build_dataset(make_job(tmp_path_factory.mktemp("whole")), chatty))
 
 
 def at(job, folder, **changes):
@@ -153,9 +163,8 @@ def test_a_turn_without_room_for_its_answer_ends_the_conversation(chatty, job, c
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("listening_to_ctrl_c")
 def test_a_stopped_job_keeps_its_answers_and_resumes_to_the_same_data(
-    chatty, job, tmp_path, monkeypatch, number
+    chatty, job, whole, tmp_path, monkeypatch, number
 ):
-    whole = all_documents(build_dataset(job, chatty))
     broken = at(job, tmp_path / "broken")
     add, added = answers.Journal.add, []
 
@@ -198,9 +207,8 @@ def test_a_signal_while_the_last_answers_are_on_their_way_is_not_missed(
 
 
 def test_a_crash_in_the_middle_of_writing_costs_nothing_and_doubles_nothing(
-    chatty, job, tmp_path, monkeypatch
+    chatty, job, whole, tmp_path, monkeypatch
 ):
-    whole = all_documents(build_dataset(job, chatty))
     broken = at(job, tmp_path / "broken")
 
     def full_disk(folder, number, sequences):
@@ -225,15 +233,14 @@ def test_a_journal_with_a_line_of_something_else_is_named(tmp_path):
         answers.Journal(tmp_path / "x.jsonl")
 
 
-def test_the_estimate_comes_first_and_its_answers_are_kept(chatty, job, capsys):
+def test_the_estimate_comes_first_and_its_answers_are_kept(chatty, job, whole, capsys):
     folder = build_dataset(job, chatty, estimate_only=True)
     told = capsys.readouterr().out
     assert "estimate: 8 conversations" in told
     assert not list(folder.glob("shard-*.array_record"))
     [journal] = folder.glob("*.answers.jsonl")
     assert len(journal.read_text().splitlines()) >= 3
-    documents = all_documents(build_dataset(job, chatty, resume=True))
-    assert all_documents(build_dataset(at(job, folder.parent / "other"), chatty)) == documents
+    assert all_documents(build_dataset(job, chatty, resume=True)) == whole
 
 
 def test_another_seed_does_not_continue_a_folder(chatty, job):

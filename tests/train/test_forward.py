@@ -105,11 +105,12 @@ def assert_objective(recorded, loss, metrics):
         np.testing.assert_allclose(found, recorded.metrics[name], rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("recorded", ["dspark_gated", "dspark_rnn", "dflash_rank0"], indirect=True)
 def test_the_whole_objective_equals_the_reference(recorded):
     assert_objective(recorded, *gradient_of(recorded, loss=LossConfig())[0])
 
 
-def test_the_objective_is_the_same_where_no_gradient_is_asked_for(vanilla):
+def test_so_does_that_of_the_default_head_where_no_gradient_is_asked_for(vanilla):
     terms = terms_of(vanilla, vanilla.weights)
     assert_objective(vanilla, terms.loss, terms.metrics)
 

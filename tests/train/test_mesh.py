@@ -79,7 +79,7 @@ def assert_same_run(found, expected, target):
 
 @pytest.fixture
 def run(tiny_run):
-    training = dataclasses.replace(tiny_run.training, batch_size=8, steps=6)
+    training = dataclasses.replace(tiny_run.training, batch_size=8, steps=5)
     return dataclasses.replace(tiny_run, training=training)
 
 

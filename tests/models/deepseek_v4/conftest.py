@@ -34,7 +34,7 @@ class Toy:
     weights: DeepseekV4Weights
 
     def cache(self, slots: int, capacity: int = CAPACITY) -> DeepseekV4Cache:
-        return model.init_cache(self.config, slots, capacity, self.weights.embed.dtype)
+        return _init_cache(self.config, slots, capacity, self.weights.embed.dtype)
 
     def run(self, cache: DeepseekV4Cache, packed: Packed) -> tuple[jax.Array, DeepseekV4Cache]:
         """Logits of packed rows, and the cache."""
@@ -45,9 +45,13 @@ class Toy:
         """Logits of packed rows, taps (1, -1, 0), and the cache."""
         return _forward(self.config, self.weights, cache, packed)
 
+    def commit(self, cache: DeepseekV4Cache, length: np.ndarray) -> DeepseekV4Cache:
+        """The cache with so many rows of each slot committed."""
+        return _commit(self.config, cache, length)
+
     def rectangle(self, *arrays: np.ndarray) -> Packed:
         """Rows of tokens from ``start``, ``count`` of them, in these slots."""
-        return rectangle(*(jnp.asarray(values, jnp.int32) for values in arrays))
+        return _rectangle(*(np.asarray(values, np.int32) for values in arrays))
 
     def prefill(
         self, tokens: np.ndarray, cache: DeepseekV4Cache, start: int = 0
@@ -56,7 +60,7 @@ class Toy:
         count = np.full(tokens.shape[0], tokens.shape[1], np.int32)
         begin = np.full_like(count, start)
         logits, cache = self.run(cache, self.rectangle(tokens, begin, count, np.arange(len(count))))
-        cache = model.commit(self.config, cache, jnp.asarray(begin + count))
+        cache = self.commit(cache, begin + count)
         return np.asarray(logits).reshape(*tokens.shape, -1), cache
 
     def verify(
@@ -65,14 +69,22 @@ class Toy:
         """Logits ``[S, W, V]`` of ragged windows packed one after another; nothing committed."""
         slots, width = tokens.shape
         # windows of every width are one program
-        wide = jnp.asarray(np.pad(tokens, ((0, 0), (0, SCRATCH - width))))
-        packed = compact(wide, jnp.asarray(start), jnp.asarray(count), slots * SCRATCH)
+        wide = np.pad(tokens, ((0, 0), (0, SCRATCH - width)))
+        packed = _compact(wide, start, count, slots * SCRATCH)
         logits, cache = self.run(cache, packed)
-        return np.asarray(packed.unpack(logits))[:, :width], cache
+        return np.asarray(_unpack(packed, logits))[:, :width], cache
 
     def serial(self, tokens: np.ndarray) -> np.ndarray:
         """Logits ``[S, L, V]`` of decoding one token at a time."""
         return np.asarray(_serial(self.config, self.weights, jnp.asarray(tokens)))
+
+
+# Every operation outside of a jitted function is a program to compile for each of its shapes.
+_commit = jax.jit(model.commit, static_argnums=0)
+_init_cache = jax.jit(model.init_cache, static_argnums=(0, 1, 2, 3))
+_rectangle = jax.jit(rectangle)
+_compact = jax.jit(compact, static_argnums=3)
+_unpack = jax.jit(Packed.unpack)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -27,7 +27,7 @@ def in_windows(toy, texts, cache, width=8):
         logits, cache = toy.verify(cache, texts[:, begin : begin + width], start, count)
         found.append(logits)
         start = start + count
-        cache = model.commit(toy.config, cache, jnp.asarray(start))
+        cache = toy.commit(cache, start)
     return np.concatenate(found, axis=1)
 
 
@@ -52,7 +52,7 @@ def test_ragged_windows_say_the_same_whatever_shares_their_batch(toy, texts, wan
             part = wanted[s, start[s] : start[s] + count[s]]
             assert largest_error(logits[s, : count[s]], part) < TOLERANCE
         start = start + count
-        cache = model.commit(toy.config, cache, jnp.asarray(start))
+        cache = toy.commit(cache, start)
 
 
 def test_padding_rows_are_finite_and_leave_no_trace(toy, texts, wanted):
@@ -91,7 +91,7 @@ def test_slots_may_come_in_any_order(toy, texts, wanted):
     packed = toy.rectangle(texts[::-1, :24], np.zeros(2), np.array([24, 24]), np.array([1, 0]))
     _, cache = toy.run(toy.cache(2), packed)
     start = np.full(2, 24, np.int32)
-    cache = model.commit(toy.config, cache, jnp.asarray(start))
+    cache = toy.commit(cache, start)
     logits, _ = toy.verify(cache, texts[:, 24:32], start, np.array([8, 8], np.int32))
     assert largest_error(logits, wanted[:, 24:32]) < TOLERANCE
 

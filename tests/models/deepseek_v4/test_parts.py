@@ -160,10 +160,12 @@ def test_an_expert_that_a_hash_layer_names_twice_has_two_shares(toy):
     ids, weight = route(toy.config, twice, x, jnp.array([9]))
     np.testing.assert_array_equal(ids, [[2, 2]])
     np.testing.assert_allclose(weight, [[0.75, 0.75]], rtol=1e-5)
-    limit, experts = toy.config.swiglu_limit, weights.experts
-    one = expert(x, experts.gate_up[2], experts.down[2], limit)
-    shared = expert(x, weights.shared_gate_up, weights.shared_down, limit)
-    found = moe(toy.config, twice, x, jnp.array([9]), jnp.array([True]))
+    limit, experts = toy.config.swiglu_limit, jax.device_get(weights.experts)
+    alone = jax.jit(expert)
+    one = alone(x, experts.gate_up[2], experts.down[2], limit)
+    shared = alone(x, weights.shared_gate_up, weights.shared_down, limit)
+    run = jax.jit(moe, static_argnums=0)
+    found = run(toy.config, twice, x, jnp.array([9]), jnp.array([True]))
     np.testing.assert_allclose(found, 1.5 * one + shared, atol=1e-5)
 
 

@@ -1,11 +1,10 @@
 """After any accepted prefix of any window, later logits are those of decoding token by token."""
 
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.models.deepseek_v4 import model, ring
+from dspark_jax.models.deepseek_v4 import ring
 
 TOLERANCE = 1e-4
 WIDTH = 8
@@ -34,7 +33,7 @@ def decode(toy, texts, wanted, prompt, rounds):
             error = np.abs(logits[s, : accepted[s]] - wanted[s, kept]).max(initial=0.0)
             assert error < TOLERANCE, (s, start[s], count[s], accepted[s])
         start = start + accepted
-        cache = model.commit(toy.config, cache, jnp.asarray(start))
+        cache = toy.commit(cache, start)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -60,7 +59,7 @@ def test_the_widest_batch_that_may_be_rejected_still_leaves_its_history(toy, tex
         start, count = np.full(2, length - 1), np.full(2, rows)
         _, cache = toy.verify(cache, tokens, start, count)
         # all but the first row are taken back
-        cache = model.commit(toy.config, cache, jnp.full(2, length))
+        cache = toy.commit(cache, np.full(2, length))
         start = np.full(2, length, np.int32)
         logits, _ = toy.verify(
             cache, texts[:, length : length + 8], start, np.array([8, 8], np.int32)
