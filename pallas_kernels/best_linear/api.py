@@ -33,8 +33,8 @@ def best_linear(
         low_rank: ``(y, weight2)``, rows and matrix of a second product that is added: the bias of
             a Markov head. None adds nothing.
         implementation: ``"xla"`` runs anywhere and writes all logits; ``"mosaic"`` needs a Hopper
-            GPU, bf16, I and R multiples of 64 and V at least 256, and writes none. None takes
-            it from `MANY_ROWS` rows on where it can run, and xla elsewhere.
+            GPU, bf16, I and R multiples of 64 and V one of 8, at least 256, and writes none. None
+            takes it from `MANY_ROWS` rows on where it can run, and xla elsewhere.
 
     Returns:
         Per row the output, the lowest among equals, and its value; sums are fp32. Logits must not

@@ -37,8 +37,10 @@ _COLUMNS = (128, 192, 256)
 _TILE_COST = 32
 # Registers of a thread that computes and of one that copies.
 _REGISTERS = (232, 40)
+# A copy begins at a multiple of these, also that of a last tile which V does not fill.
+_SWIZZLED_ROWS = 8
 _SWIZZLED = (
-    plgpu.TilingTransform((8, INNER)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.TilingTransform((_SWIZZLED_ROWS, INNER)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
 _MATRIX = plgpu.Layout.WGMMA
@@ -96,8 +98,12 @@ def unsupported(
             return f"{name} has {operand.shape[1]} columns, wanted a multiple of {INNER}"
     if x.shape[0] == 0:
         return "x has 0 rows, wanted at least 1"
-    if weight.shape[0] < max(_COLUMNS):
-        return f"weight has {weight.shape[0]} rows, wanted at least {max(_COLUMNS)}"
+    outputs = weight.shape[0]
+    if outputs < max(_COLUMNS) or outputs % _SWIZZLED_ROWS:
+        return (
+            f"weight has {outputs} rows, wanted a multiple of {_SWIZZLED_ROWS}, "
+            f"at least {max(_COLUMNS)}"
+        )
     return None
 
 

@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from pallas_kernels.best_linear import avoids_logits, best_linear, mosaic_gpu, reference
 from pallas_kernels.best_linear.api import MANY_ROWS
 from pallas_kernels.best_linear.mosaic_gpu import Tuning, tuning_of
-from pallas_kernels.best_linear.shapes import SHAPES
+from pallas_kernels.best_linear.shapes import SHAPES, Shape
 from pallas_kernels.choice import preferring
 
 
@@ -65,7 +65,7 @@ def by_hand(x, weight, low_rank):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("rows", "outputs", "rank"), [(1, 256, 0), (3, 300, 64), (64, 700, 0), (130, 300, 64)]
+    ("rows", "outputs", "rank"), [(1, 256, 0), (3, 304, 64), (64, 712, 0), (130, 304, 64)]
 )
 def test_every_row_gets_its_best_output_and_its_logit(best, rows, outputs, rank):
     case = head(rows, outputs, rank)
@@ -92,23 +92,30 @@ def test_the_lowest_among_equals_wins_wherever_they_are(best):
 @pytest.mark.timeout(60)
 def test_logits_below_zero_beat_padding(best):
     # both the rows that fill a tile of inputs and columns past the last output would give zeros
-    token, logit = best(jnp.full((3, 64), -1, jnp.bfloat16), jnp.ones((300, 64), jnp.bfloat16))
+    token, logit = best(jnp.full((3, 64), -1, jnp.bfloat16), jnp.ones((304, 64), jnp.bfloat16))
     np.testing.assert_array_equal(token, 0)
     np.testing.assert_array_equal(logit, -64)
 
 
 @pytest.mark.timeout(60)
 def test_a_row_of_nan_names_an_output_and_leaves_the_others_alone(best):
-    x, weight, _ = head(3, 300)
+    x, weight, _ = head(3, 304)
     token, _ = best(x.at[1].set(jnp.nan), weight)
     want, _ = by_hand(x, weight, None)
-    assert 0 <= token[1] < 300
+    assert 0 <= token[1] < 304
     np.testing.assert_array_equal(token[::2], want[::2])
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
     case = specs(SHAPES[name])
+    assert mosaic_gpu.unsupported(*case) is None
+    assert "mosaic_gpu" in lowered_for_hopper(mosaic_gpu.best_linear, *case)
+
+
+@pytest.mark.parametrize("rows", [64, 512])
+def test_a_vocabulary_that_fills_no_tile_lowers_for_hopper(lowered_for_hopper, rows):
+    case = specs(Shape(rows, 64, 264, 64))
     assert mosaic_gpu.unsupported(*case) is None
     assert "mosaic_gpu" in lowered_for_hopper(mosaic_gpu.best_linear, *case)
 
@@ -140,7 +147,8 @@ def test_tiles_are_cut_so_that_no_block_waits_long_for_the_last(rows, columns):
         ({"width": 96}, "x has 96 columns, wanted a multiple of 64"),
         ({"rank": 32}, "y has 32 columns, wanted a multiple of 64"),
         ({"rows": 0}, "x has 0 rows"),
-        ({"outputs": 128}, "weight has 128 rows, wanted at least 256"),
+        ({"outputs": 128}, "weight has 128 rows, wanted a multiple of 8, at least 256"),
+        ({"outputs": 300}, "weight has 300 rows, wanted a multiple of 8"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_support(change, says):
