@@ -55,6 +55,8 @@ def implementations(shape: Shape, sm_scale: float) -> dict[str, tuple[str, Atten
     found: dict[str, tuple[str, Attend]] = {"mosaic fp8": ("fp8", run), "mosaic": ("bf16", run)}
     if shape.heads % (2 * mosaic_gpu.HEADS) == 0:
         found["mosaic fp8, alone"] = "fp8", functools.partial(run, share_keys=False)
+    elif shape.width == V4.width:
+        found["mosaic fp8, registers"] = "fp8", functools.partial(run, ring=False)
     if shape.tokens <= 8:
         found["mosaic unsplit"] = "bf16", functools.partial(run, splits=1)
         xla = functools.partial(reference.sparse_mla, value_width=mosaic_gpu.VALUE_WIDTH)

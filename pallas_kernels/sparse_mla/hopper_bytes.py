@@ -1,9 +1,10 @@
 """Pools of bytes on Hopper: where their rows are, and how their numbers become bf16.
 
 The seven low bits of an e4m3 number, four to the left, are a bf16 number that is 2^120 times too
-small, subnormal ones included. So a shift, two masks and a product with 2^120 times the scale
-make two bf16 numbers of two bytes; conversion instructions run at a fraction of that rate. Exact
-for power-of-two scales up to 2^7. The code of NaN comes out as 480 scales.
+small, subnormal ones included. So a few integer operations and a product with 2^120 times the scale
+make two bf16 numbers of two bytes; conversion instructions run at a fraction of that rate. Integer
+products share the work with masks and shifts, which run on other units. Exact for power-of-two
+scales up to 2^7. The code of NaN comes out as 480 scales.
 """
 
 from __future__ import annotations
@@ -142,10 +143,10 @@ def factor_of(layout: Layout, scales: Sequence[Any], index: int) -> Any:
 def converted(word: Any, factor: Any) -> list[Any]:
     """Two words of bf16 numbers from one of e4m3 numbers."""
     found = []
-    for selector in ("0x1404", "0x3424"):  # a zero byte before each number
+    for selector in ("0x4140", "0x4342"):  # a zero byte after each number
         spread = value(f"prmt.b32 $0, $1, 0, {selector};", word)
-        sign = arith.andi(spread, i32(-0x7FFF8000))  # 0x80008000
-        rest = arith.andi(arith.shrui(spread, i32(4)), i32(0x07F007F0))
-        small = arith.ori(sign, rest)
+        sign = arith.andi(spread, i32(0x00800080))
+        # 16 times all eight bits leaves the sign in bit 11; 240 times the sign adds up to bit 15.
+        small = value("mad.lo.u32 $0, $1, 240, $2;", sign, value("mul.lo.u32 $0, $1, 16;", spread))
         found.append(value("mul.rn.bf16x2 $0, $1, $2;", small, factor))
     return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax._src.lib.mlir import ir
@@ -21,7 +21,6 @@ from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.mosaic.gpu import utils as mlir
 
 from pallas_kernels.kv_quant import Layout
-from pallas_kernels.sparse_mla import hopper_cluster
 from pallas_kernels.sparse_mla.hopper_bytes import (
     Pools,
     Target,
@@ -53,29 +52,25 @@ BYTES = _AHEAD * _PIECE
 """Of the ring."""
 
 _LINE = 128  # bytes that one prefetch brings into the L2
-_UNIT_ROWS = 32
+_PARTS = 2  # rows of a thread in a tile
+_APART = 32  # rows
 _QUARTERS = 4  # threads of a row
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """16 bytes of each thread, in the order in which they are converted.
+class _Piece(NamedTuple):
+    """16 bytes of each thread.
 
     Attributes:
-        part: which 32 rows of the tile.
         half: of the columns.
+        part: which of the thread's rows.
         box: of 64 columns.
         plain: which of two pieces of bf16 numbers; None for e4m3 numbers.
-        first: of the pieces that fill a half.
-        last: of them.
     """
 
-    part: int
     half: int
+    part: int
     box: int
-    plain: int | None
-    first: bool
-    last: bool
+    plain: int | None = None
 
 
 class _Source(NamedTuple):
@@ -104,119 +99,114 @@ def run(
     pairs: Any,
     layout: Layout,
     page_sizes: Sequence[int],
-    *,
-    shared_keys: bool,
 ) -> None:
     """`hopper_tiles.Tiles.fill` out of pools of V4's bytes, through ``ring``."""
     pools = Pools(lists, refs, layout, page_sizes)
     group = layout.width // 64 * BOX
     thread = arith.remui(mlir.thread_idx(), i32(COPYING_THREADS))
     quarter, row = arith.andi(thread, i32(_QUARTERS - 1)), arith.shrui(thread, i32(2))
-    parts = (0,) if shared_keys else (0, 1)
-    if shared_keys:
-        row = add(row, times(hopper_cluster.rank(), _UNIT_ROWS))
-    targets = []
-    for piece in (0, 1):
-        own = target(keys, group, add(times(quarter, 2), piece), row)
-        targets.append(Target(own, hopper_cluster.at_peer(own) if shared_keys else None))
-    pieces = _pieces(pools, parts)
+    targets = [Target(target(keys, group, add(times(quarter, 2), piece), row)) for piece in (0, 1)]
+    places = _Ring(add(shared(ring), times(thread, 16)), quarter, tuple(_pieces(pools)), pools)
     end = times(add(first, pairs), 2)
-    mine = add(shared(ring), times(thread, 16))
 
     def listed(tile: Any) -> list[Any]:
-        found = lists.of_tile(tile, row, len(parts), _UNIT_ROWS)
+        found = lists.of_tile(tile, row, _PARTS, _APART)
         return [arith.select(below(tile, end), number, i32(-1)) for number in found]
-
-    def slot_of(turn: Any, number: int) -> Any:
-        return add(mine, arith.andi(add(turn, number * _PIECE), i32(BYTES - 1)))
-
-    def read(place: Any) -> list[Any]:
-        ptx(f"cp.async.wait_group {_AHEAD - 2};")
-        return list(values(4, "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", place))
-
-    def fetch(number: int, tiles: Sequence[Sequence[_Source]], place: Any) -> None:
-        """Begins to copy a piece of the first of two tiles, or of the second past its end."""
-        piece, source = pieces[number % len(pieces)], tiles[number // len(pieces)]
-        of_row = source[piece.part]
-        origin, offset = of_row.numbers, 64 * piece.box
-        if piece.plain is not None:
-            origin, offset = add(origin, wide(times(quarter, 16))), 16 * piece.plain
-            offset += pools.plain_at
-        ptx(
-            "{ .reg .pred none; setp.lt.s32 none, $2, 0; "
-            f"cp.async.cg.shared.global.L2::128B [$0], [$1+{offset}], 16, none; }}",
-            *(place, origin, of_row.number),
-        )
-        ptx("cp.async.commit_group;")
 
     tile = times(first, 2)
     sources = [_source(pools, quarter, tile, number) for number in listed(tile)]
     rows = listed(add(tile, 1))
     for number in range(_AHEAD):
-        fetch(number, (sources,), slot_of(i32(0), number))
-    ptx(f"cp.async.wait_group {_AHEAD - 1};")
-    held = list(values(4, "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", slot_of(i32(0), 0)))
+        places.fetch(i32(0), number, (sources,))
+    held = places.read(i32(0), 0, behind=_AHEAD - 1)
 
-    flat = itertools.chain.from_iterable(sources)
-    loop = scf.ForOp(i32(0), pairs, i32(1), [i32(0), *held, *rows, *flat])
+    start = [i32(0), *held, *rows, *itertools.chain.from_iterable(sources)]
+    loop = scf.ForOp(i32(0), pairs, i32(1), start)
     with ir.InsertionPoint(loop.body):
         step, carried = loop.induction_variable, iter(loop.inner_iter_args)
-        turn, held = next(carried), list(itertools.islice(carried, 4))
-        rows = list(itertools.islice(carried, len(parts)))
-        sources = [
-            _Source(next(carried), next(carried), next(carried), next(carried)) for _ in parts
-        ]
+        turn, held = next(carried), list(itertools.islice(carried, len(held)))
+        rows = list(itertools.islice(carried, _PARTS))
+        fields = len(_Source._fields)
+        sources = [_Source(*itertools.islice(carried, fields)) for _ in range(_PARTS)]
         parity = arith.xori(arith.andi(step, i32(1)), i32(1))
         for tile_of_pair in (0, 1):
             tile = add(times(add(first, step), 2), tile_of_pair)
             coming = [_source(pools, quarter, add(tile, 1), number) for number in rows]
             rows = listed(add(tile, 2))
-            for number, piece in enumerate(pieces):
+            for number, piece in enumerate(places.pieces):
                 slot = 2 * tile_of_pair + piece.half
-                if piece.first:
-                    (hopper_cluster.wait if shared_keys else wait)(words, SLOTS + slot, parity)
-                following = read(slot_of(turn, number + 1))
-                offset = (8 * tile_of_pair + 4 * piece.part) * group
-                _store(
-                    pools,
-                    piece,
-                    sources[piece.part],
-                    held,
-                    [t.moved(offset, words, slot) for t in targets],
-                )
-                fetch(number + _AHEAD, (sources, coming), slot_of(turn, number))
+                if number == 0 or piece.half != places.pieces[number - 1].half:
+                    wait(words, SLOTS + slot, parity)
+                following = places.read(turn, number + 1, behind=_AHEAD - 2)
+                offset = (8 * tile_of_pair + _APART // 8 * piece.part) * group
+                moved = [place.moved(offset, words, slot) for place in targets]
+                _store(pools, piece, sources[piece.part], held, moved)
+                places.fetch(turn, number + _AHEAD, (sources, coming))
                 held = following
-                if piece.last:
-                    # The numbers were written through the generic proxy; wgmma reads through the
-                    # asynchronous one.
-                    ptx("fence.proxy.async.shared::cta;")
-                    if shared_keys:
-                        columns = (FIRST_BOXES, layout.width // 64 - FIRST_BOXES)[piece.half] * 64
-                        hopper_cluster.arrive_expecting(words, slot, _UNIT_ROWS * columns * 2)
-                    else:
-                        ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier(words, slot))
-            turn = add(turn, len(pieces) * _PIECE)
+                if number in (places.pieces_of_first_half - 1, len(places.pieces) - 1):
+                    # Who waits for this fences, too: numbers are written through the generic proxy.
+                    ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier(words, slot))
+            turn = add(turn, len(places.pieces) * _PIECE)
             sources = coming
-        flat = itertools.chain.from_iterable(sources)
-        scf.yield_([turn, *held, *rows, *flat])
+        scf.yield_([turn, *held, *rows, *itertools.chain.from_iterable(sources)])
     ptx("cp.async.wait_all;")
 
 
-def _pieces(pools: Pools, parts: Sequence[int]) -> list[_Piece]:
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The calling thread's pieces of the ring.
+
+    Attributes:
+        begin: where the first one is.
+        quarter: of a row, which is the thread's.
+        pieces: of a tile, in the order in which they are converted.
+        pools: where they come from.
+    """
+
+    begin: Any
+    quarter: Any
+    pieces: tuple[_Piece, ...]
+    pools: Pools
+
+    @property
+    def pieces_of_first_half(self) -> int:
+        return sum(piece.half == 0 for piece in self.pieces)
+
+    def fetch(self, turn: Any, number: int, tiles: Sequence[Sequence[_Source]]) -> None:
+        """Begins to copy a piece of the first of two tiles, or of the second past its end.
+
+        ``turn`` is where in the ring the first tile begins, in bytes.
+        """
+        piece = self.pieces[number % len(self.pieces)]
+        source = tiles[number // len(self.pieces)][piece.part]
+        origin, offset = source.numbers, 64 * piece.box
+        if piece.plain is not None:
+            origin = add(origin, wide(times(self.quarter, 16)))
+            offset = self.pools.plain_at + 16 * piece.plain
+        ptx(
+            "{ .reg .pred none; setp.lt.s32 none, $2, 0; "
+            f"cp.async.cg.shared.global.L2::128B [$0], [$1+{offset}], 16, none; }}",
+            *(self._place(turn, number), origin, source.number),
+        )
+        ptx("cp.async.commit_group;")
+
+    def read(self, turn: Any, number: int, behind: int) -> list[Any]:
+        """A piece that has come once all but the last ``behind`` copies have."""
+        ptx(f"cp.async.wait_group {behind};")
+        place = self._place(turn, number)
+        return list(values(4, "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", place))
+
+    def _place(self, turn: Any, number: int) -> Any:
+        return add(self.begin, arith.andi(add(turn, number * _PIECE), i32(BYTES - 1)))
+
+
+def _pieces(pools: Pools) -> Iterator[_Piece]:
     """Those of a tile: half by half, and in it 32 rows by 32 rows."""
-    found = []
-    for half in (0, 1):
-        of_half: list[tuple[int, int, int | None]] = []
-        for part in parts:
-            of_half += [(part, box, None) for box in pools.boxes(half)]
-            if half == 1:
-                of_half += [(part, pools.boxes(half)[-1] + 1, plain) for plain in (0, 1)]
-        last = len(of_half) - 1
-        found += [
-            _Piece(part, half, box, plain, index == 0, index == last)
-            for index, (part, box, plain) in enumerate(of_half)
-        ]
-    return found
+    for half, part in itertools.product((0, 1), range(_PARTS)):
+        boxes = pools.boxes(half)
+        yield from (_Piece(half, part, box) for box in boxes)
+        if half == 1:
+            yield from (_Piece(half, part, boxes[-1] + 1, plain) for plain in (0, 1))
 
 
 def _source(pools: Pools, quarter: Any, tile: Any, number: Any) -> _Source:
@@ -227,8 +217,8 @@ def _source(pools: Pools, quarter: Any, tile: Any, number: Any) -> _Source:
     ptx("prefetch.global.L2 [$0];", line, predicate=named)
     one_more = arith.andi(named, below(quarter, 1))
     ptx(f"prefetch.global.L2 [$0+{_QUARTERS * _LINE}];", line, predicate=one_more)
-    low, high = words_at(2, number, row.scales, 0)
-    return _Source(number, add(row.numbers, wide(times(quarter, 16))), low, high)
+    scales, more_scales = words_at(2, number, row.scales, 0)
+    return _Source(number, add(row.numbers, wide(times(quarter, 16))), scales, more_scales)
 
 
 def _store(

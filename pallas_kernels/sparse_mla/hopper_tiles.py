@@ -178,7 +178,6 @@ class Tiles:
                 hopper_ring.run(
                     *(lists, pools, keys, words, rings[0], first, pairs),
                     *(source.layout, source.page_sizes),
-                    shared_keys=source.shared,
                 )
             else:
                 hopper_dequantise.run(

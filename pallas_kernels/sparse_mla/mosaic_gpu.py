@@ -121,13 +121,14 @@ def sparse_mla(
         splits: blocks that share the keys of one token and 64 heads; None picks by the shape.
         share_keys: whether two blocks of 64 heads each dequantise half of the keys for both, if
             keys are bytes; wants H a multiple of 128. None does wherever that can be.
-        ring: whether bytes wait in shared memory to be converted and not in registers; wants the
-            layout of V4, beside whose tiles there is room. None does not.
+        ring: whether bytes wait in shared memory to be converted, and not in registers; wants the
+            layout of V4, beside whose tiles there is room, and keys that are not shared. None does
+            wherever that can be.
         interpret: GPU interpreter parameters, to run the kernel on a CPU.
 
     Raises:
-        ValueError: heads do not fill the blocks, two by two with ``share_keys``; there is no room
-            for the ring.
+        ValueError: heads do not fill the blocks, two by two with ``share_keys``; or there can be
+            no ``ring``.
     """
     del value_width
     tokens, heads, _ = query.shape
@@ -139,8 +140,10 @@ def sparse_mla(
         raise ValueError(
             f"H is {heads}, wanted a multiple of {members * HEADS} with share_keys={share_keys}"
         )
-    if ring and byte_layout is not V4:
-        raise ValueError("ring is True, wanted False for pools that are not in the layout of V4")
+    may_ring = byte_layout is V4 and not share_keys
+    if ring and not may_ring:
+        raise ValueError("ring is True, wanted False if keys are shared or not in V4's bytes")
+    ring = may_ring if ring is None else ring
     rows, tiles, starts = layout(selections)
     pools = tuple(s.pool.reshape(-1, s.pool.shape[-1]) for s in selections)
     splits = splits or split_count(tokens * heads // HEADS, rows.shape[1] // KEYS - 1)
@@ -149,7 +152,7 @@ def sparse_mla(
         byte_layout,
         tuple(s.stride for s in selections),
         shared=share_keys and byte_layout is not None,
-        ring=bool(ring),
+        ring=ring,
     )
     launch = _Launch(sm_scale * _LOG2_E, splits, members, source, interpret)
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32) * _LOG2_E

@@ -28,7 +28,7 @@ class Source:
         layout: of the pools' bytes; None if they hold numbers.
         page_sizes: rows of a page of each pool, as its lists count them.
         shared: two blocks fill each other's tiles.
-        ring: bytes wait in shared memory to be converted.
+        ring: bytes wait in shared memory to be converted, not in registers.
     """
 
     starts: Starts

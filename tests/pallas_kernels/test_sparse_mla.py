@@ -329,6 +329,20 @@ def test_blocks_that_share_their_keys_repeat_bitwise(layout, splits):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2])
+def test_where_bytes_wait_changes_nothing(splits):
+    ids = lists(5, 700, rows=60)
+    ids[2, :300] = -1
+    chosen, _ = bytes_and_numbers(V4, ids, [700, 700, 700, 0, 1])
+    case = queries(5), (chosen,), jnp.linspace(-2, 2, HEADS), SM_SCALE
+    ring, registers = (
+        mosaic_gpu.sparse_mla(*case, splits=splits, ring=where) for where in (True, False)
+    )
+    for one, other in zip(ring, registers, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [2, 3, 16])
 def test_splitting_the_keys_changes_nothing(splits):
     ids = lists(4, 700)
@@ -389,7 +403,6 @@ def random_operands(shape: Shape) -> tuple[jax.Array, tuple[Selection, ...], jax
         ("v3.2, 1024 tokens", V3_2, {"share_keys": True}),
         ("v4-flash, 8 tokens", V4, {"ring": False}),
         ("v4-flash, 8 tokens", V4, {"ring": True}),
-        ("v4-pro, 1024 tokens", V4, {"ring": True}),
     ],
 )
 def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name, layout, options):
@@ -423,10 +436,15 @@ def test_keys_are_shared_by_blocks_two_by_two():
         mosaic_gpu.sparse_mla(*case, None, SM_SCALE, share_keys=True)
 
 
-def test_only_rows_of_v4_pass_through_a_ring():
-    case = queries(2, heads=64), (selection(lists(2, 3)),)
+@pytest.mark.parametrize(("layout", "share_keys"), [(V3_2, False), (V4, True), (None, False)])
+def test_a_ring_is_for_bytes_of_v4_that_no_other_block_shares(layout, share_keys):
+    chosen = selection(lists(2, 3), width=layout.width if layout else WIDTH)
+    if layout:
+        chosen, _ = bytes_and_numbers(layout, lists(2, 3, rows=60), [3, 3])
+    query = queries(2, layout.width if layout else WIDTH, heads=128)
+    options = {"ring": True, "share_keys": share_keys}
     with pytest.raises(ValueError, match="ring is True, wanted False"):
-        mosaic_gpu.sparse_mla(*case, None, SM_SCALE, ring=True)
+        mosaic_gpu.sparse_mla(query, (chosen,), None, SM_SCALE, **options)
 
 
 @pytest.mark.parametrize(
