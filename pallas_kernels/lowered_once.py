@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +19,8 @@ from jax.sharding import AbstractMesh
 
 _TARGETS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 
-_SOUGHT = ("jaxlib.mlir.dialects.tt", "jaxlib.mosaic.python.tt", "jax.jaxlib.mosaic.python.tt")
-"""Modules that MLIR's bindings look for at every operation of Triton; jaxlib has none of them."""
+_EXPORTING = threading.RLock()
+"""One at a time: what an export sets holds for the whole process."""
 
 
 def lowered_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -70,7 +69,7 @@ def _lowered(
 
     del flat.__wrapped__  # its signature is not that of the kernel
     unstable = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    with _for_this_process(), _without_searching():
+    with _EXPORTING, _for_this_process():
         return export.export(jax.jit(flat), platforms=("cuda",), disabled_checks=unstable)(*shapes)
 
 
@@ -84,27 +83,3 @@ def _for_this_process() -> Iterator[None]:
         yield
     finally:
         jax.config.update(flag, before)
-
-
-@contextlib.contextmanager
-def _without_searching() -> Iterator[None]:
-    """Modules that do not exist are not looked for on the disk: a third of what Triton costs."""
-    absent = [name for name in _absent() if name not in sys.modules]
-    for name in absent:
-        sys.modules[name] = None  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        for name in absent:
-            sys.modules.pop(name, None)
-
-
-@functools.cache
-def _absent() -> tuple[str, ...]:
-    def exists(name: str) -> bool:
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # nor does what it would lie in
-            return False
-
-    return tuple(name for name in _SOUGHT if not exists(name))
