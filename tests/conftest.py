@@ -9,31 +9,12 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-# Passes that only make loops and branches faster, and those for number formats that no program
-# here has: a fifth of the time that XLA takes to compile.
-NEEDLESS_PASSES = (
-    "simplify-while-loops",
-    "while-loop-invariant-code-motion",
-    "while-loop-expensive-invariant-code-motion",
-    "while-loop-constant-sinking",
-    "while-loop-trip-count-annotator",
-    "reshape-mover",
-    "simplify-conditional",
-    "simplify-sorts",
-    "dynamic-dimension-simplifier",
-    "batch-dot-simplification",
-    "cpu-parallel-task-assigner",
-    *(f"float-normalization-{name}" for name in ("s4", "u4", "f8e3m4", "f8e4m3")),
-    *(f"float-normalization-f8e{name}fnuz" for name in ("4m3b11", "4m3", "5m2")),
-    "float-normalization-f4e2m1fn",
-)
 # Loops written by XLA's older emitters compile in less than half the time, and one core gains
 # nothing from programs compiled in parts. Read when JAX first compiles; processes that tests
 # start inherit it.
 QUICK_TO_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     " --xla_cpu_parallel_codegen_split_count=1"
-    f" --xla_disable_hlo_passes={','.join(NEEDLESS_PASSES)}"
 )
 if QUICK_TO_COMPILE not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
