@@ -139,7 +139,7 @@ class ShapeChoice:
         self._step = step
         self._held: deque[_Measured] = deque()
         self._last: dict[tuple[Shape, ...], int] = {}
-        self._priced: dict[tuple[tuple[Shape, ...], int], tuple[CostTables, list[np.ndarray]]] = {}
+        self._priced: dict[tuple[tuple[Shape, ...], int], tuple[CostTables, np.ndarray]] = {}
         # tokens a second and request of decoding without prompts
         self._pace = 0.0
 
@@ -251,9 +251,8 @@ class ShapeChoice:
         if room.min() <= len(survival):
             survival *= room > np.arange(1, len(survival) + 1)[:, None]
 
-        rows, prices = self._rows[index].sum(), self._prices(shapes, batch, costs)
-        seconds = np.array([np.interp(rows, costs.contexts, price) for price in prices])
-        seconds = np.maximum(seconds, least)
+        prices = self._prices(shapes, batch, costs)
+        seconds = np.maximum(_at(float(self._rows[index].sum()), costs.contexts, prices), least)
         tokens = users + _best_sums(survival, shapes, users)
         promised = tokens / seconds
         if prefilling and self._pace:
@@ -268,11 +267,11 @@ class ShapeChoice:
             self._pace = float(promised[last]) / users
         return shapes[last]
 
-    def _prices(self, shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> list[np.ndarray]:
-        """``[C]`` seconds of each shape at each context of the table."""
+    def _prices(self, shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> np.ndarray:
+        """``[C, n]`` seconds of the shapes at each context of the table."""
         known = self._priced.get((shapes, batch))
         if known is None or known[0] is not costs:
-            prices = [_seconds(shape, batch, costs) for shape in shapes]
+            prices = np.stack([_seconds(shape, batch, costs) for shape in shapes], axis=1)
             known = self._priced[shapes, batch] = costs, prices
         return known[1]
 
@@ -323,14 +322,26 @@ def _best_sums(survival: np.ndarray, shapes: Sequence[Shape], users: int) -> np.
         found = np.bincount(level, weight, size).reshape(depths, LEVELS)
         values[:, 1:] = found[:, ::-1]
     count, total = best.cumsum(axis=1).cumsum(axis=2)
-    return np.array(
-        [
-            np.interp(shape.rows - users, count[shape.depth - 1], total[shape.depth - 1])
-            if shape.depth
-            else 0.0
-            for shape in shapes
-        ]
-    )
+    depth, rows = np.array([(shape.depth, shape.rows) for shape in shapes]).T
+    count, total = count[depth - 1], total[depth - 1]
+    # the level that fills the room, and the share of it that still fits
+    index, room = np.arange(len(shapes)), rows - users
+    last = np.minimum((count < room[:, None]).sum(axis=1), LEVELS)
+    before = np.maximum(last - 1, 0)
+    full, size = count[index, before], count[index, last] - count[index, before]
+    share = np.minimum((room - full) / np.maximum(size, 1), 1.0)
+    sums = total[index, before] + share * (total[index, last] - total[index, before])
+    return np.where(depth > 0, sums, 0.0)
+
+
+def _at(x: float, points: Any, values: np.ndarray) -> Any:
+    """``values`` at ``x``, linear along their first axis between the increasing ``points``."""
+    after = int(np.searchsorted(points, x))
+    if after == 0 or after == len(points):
+        return values[min(after, len(points) - 1)]
+    before = after - 1
+    share = (x - points[before]) / (points[after] - points[before])
+    return values[before] + share * (values[after] - values[before])
 
 
 def extremes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
