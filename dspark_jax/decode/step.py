@@ -283,6 +283,8 @@ def verify_and_commit(
     tier = jnp.searchsorted(jnp.asarray(buckets), count.sum(), method="compare_all")
 
     def bucket(size: int):
+        # rows beyond full windows could belong to nobody
+        size = min(size, state.slots * (walked + 1))
         return lambda: run(compact(rows, start, count, size), window)
 
     return jax.lax.switch(tier, [bucket(size) for size in buckets])

@@ -42,8 +42,9 @@ def paged_attention(
             and gets zeros. None when request a is slot a (then A = S).
         table: the page of rows ``0..P-1`` of each slot, of rows ``P..2P-1``, and so on; negative
             where there is none, which no position may reach. None when slot s is page s.
-        rows: the row of ``query``, and of the result, that is query w of request a, no row twice; T
-            or more where there is none, whose position must be -1. None when query is ``[A, W]``.
+        rows: the row of ``query``, and of the result, that is query w of request a, no row twice.
+            An absent query, whose position is -1, names a padding row to be filled with zeros, or T
+            and more for none. None when query is ``[A, W]``.
         implementation: ``"xla"`` runs anywhere and can be differentiated if every cache row is
             finite; ``"live"`` loops over the rows that are live, without a gradient; ``"mosaic"``
             needs a Hopper GPU, bf16, E of 64 or 128, ``W * H / N <= 64`` and P a multiple of 64.
