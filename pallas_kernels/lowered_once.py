@@ -27,8 +27,8 @@ def lowered_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., A
     """As `jax.jit` with the static arguments ``static``, for a kernel that only CUDA runs.
 
     What is true in ``interpret`` is not lowered here, and so runs anywhere. The result has no
-    gradient and cannot be mapped by `jax.vmap`. Of what surrounds a call, the kernel may look at the
-    mesh alone: default precision, 64 bits and `choice.preferring` are those of the first call.
+    gradient and cannot be mapped by `jax.vmap`. Of what surrounds a call, the kernel may look at
+    the mesh alone: default precision, 64 bits and `choice.preferring` are those of the first call.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
