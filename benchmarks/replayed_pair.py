@@ -30,7 +30,7 @@ from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.deepseek_v4.config import DeepseekV4Config
 from dspark_jax.models.pages import PagePool
 from dspark_jax.models.ragged import Mixed, Packed
-from dspark_jax.verify.best import best_token
+from pallas_kernels.best_linear import best_token
 
 _HERE = sys.modules[__name__]
 

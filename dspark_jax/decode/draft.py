@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.state import State
-from dspark_jax.verify.best import best_token
+from pallas_kernels.best_linear import best_token
 
 
 @flax.struct.dataclass
@@ -69,23 +69,18 @@ def draft(
     previous = state.anchor
     tokens, scores, logprobs, confidences = [], [], [], []
     for j in range(cap):
-        if base is None:
-            score = logprob = None
-            previous, confidence, walk = _best_position(
-                weights.drafter, head, walk, hidden[:, j], previous, drafter=drafter
-            )
-        else:
-            previous, score, logprob, confidence, walk = _position(
-                weights.drafter,
-                walk,
-                hidden[:, j],
-                base[:, j],
-                previous,
-                keys,
-                j + 1,
-                state.requests.temperature,
-                drafter=drafter,
-            )
+        previous, score, logprob, confidence, walk = _position(
+            weights.drafter,
+            head,
+            walk,
+            hidden[:, j],
+            None if base is None else base[:, j],
+            previous,
+            keys,
+            j + 1,
+            state.requests.temperature,
+            drafter=drafter,
+        )
         tokens.append(previous)
         scores.append(score)
         logprobs.append(logprob)
@@ -97,9 +92,10 @@ def draft(
 @functools.partial(jax.jit, static_argnames="drafter")
 def _position(
     weights: Any,
+    head: Float[Array, "V D"],
     walk: Any,
     hidden: Float[Array, "S D"],
-    base: Float[Array, "S Vd"],
+    base: Float[Array, "S Vd"] | None,
     previous: Int[Array, "S"],
     keys: Array | None,
     place: int | Int[Array, ""],
@@ -107,8 +103,16 @@ def _position(
     *,
     drafter: Any,
 ) -> tuple[Int[Array, "S"], Array | None, Array | None, Array | None, Any]:
-    """The draft at ``place``, its scores and log q where it is drawn, confidence, and the walk."""
+    """The draft at ``place``, its scores and log q where it is drawn, confidence, and the walk.
+
+    ``base`` is None where greedy requests are walked without their logits.
+    """
     family = drafter.family
+    if base is None:
+        column, confidence, walk = family.best_position(
+            drafter, weights, head, walk, hidden, previous
+        )
+        return family.to_target_ids(weights, column), None, None, confidence, walk
     bias, confidence, walk = family.walk(drafter, weights, walk, hidden, previous)
     logits = base if bias is None else base + bias
     score = logprob = None
@@ -127,22 +131,6 @@ def _position(
 def _walks_without_logits(family: Any, weights: Any, head: Array, slots: int) -> bool:
     ask = getattr(family, "walks_without_logits", None)
     return ask is not None and ask(weights, head, slots)
-
-
-@functools.partial(jax.jit, static_argnames="drafter")
-def _best_position(
-    weights: Any,
-    head: Float[Array, "V D"],
-    walk: Any,
-    hidden: Float[Array, "S D"],
-    previous: Int[Array, "S"],
-    *,
-    drafter: Any,
-) -> tuple[Int[Array, "S"], Array | None, Any]:
-    """`_position` of greedy requests without their logits: draft, confidence, and the walk."""
-    family = drafter.family
-    column, confidence, walk = family.best_position(drafter, weights, head, walk, hidden, previous)
-    return family.to_target_ids(weights, column), confidence, walk
 
 
 def _pad(

@@ -21,8 +21,8 @@ from dspark_jax.schedule.budget import Load, allocate, best_budget, causal_budge
 from dspark_jax.schedule.cost import CostTables
 from dspark_jax.schedule.survival import calibrate, remember, running_product
 from dspark_jax.verify.accept import Sampling, accepted_prefix, final_token
-from dspark_jax.verify.best import best_token
 from dspark_jax.verify.block_accept import Block, Bounds, follow
+from pallas_kernels.best_linear import best_token
 
 
 @flax.struct.dataclass

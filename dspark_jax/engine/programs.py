@@ -51,11 +51,10 @@ def _admit(
 ) -> list[jax.Array]:
     """Leaves of the state at ``places``, which are all that it takes."""
     tree, layout = structure.parts
-    leaves: list[Any] = [None] * tree.num_leaves
+    # what is missing is an object without any attribute: whoever looked at it would fail
+    leaves: list[Any] = [object()] * tree.num_leaves
     for place, row in zip(places, rows, strict=True):
         leaves[place] = row
-    # what is missing is an object without any attribute: whoever looked at it would fail
-    leaves = [object() if leaf is None else leaf for leaf in leaves]
     after = _admitted(leaves, starting, tree, layout)
     return [after[place] for place in places]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.ragged import Packed
-from dspark_jax.verify.best import best_token
+from pallas_kernels.best_linear import best_token
 
 _HERE = sys.modules[__name__]
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.models.pages import PagePool, place
 from dspark_jax.models.ragged import Mixed, Packed
-from dspark_jax.verify.best import best_token
+from pallas_kernels.best_linear import best_token
 
 _HERE = sys.modules[__name__]
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.models.ragged import Packed
-from dspark_jax.verify.best import best_token
 from dspark_jax.verify.filters import filter_logits
+from pallas_kernels.best_linear import best_token
 
 
 @flax.struct.dataclass

@@ -91,15 +91,9 @@ def cache_arrays(state):
 
 
 @pytest.mark.parametrize(
-    ("mode", "slots", "sampled"),
-    [
-        ("off", 1, False),
-        ("static", 4, True),
-        ("compact", 1, False),
-        ("compact", 4, True),
-        ("cap-accept", 1, False),
-    ],
+    ("slots", "sampled"), [(1, False), (4, True)], ids=["1-greedy", "4-sampled"]
 )
+@pytest.mark.parametrize("mode", ["off", "static", "compact", "cap-accept"])
 def test_steps_copy_no_cache_and_never_turn_to_the_host(pair, mode, slots, sampled):
     program, (weights, state, tables, steps) = compiled(
         pair, step_config(pair, mode, slots, sampled), slots
@@ -155,11 +149,15 @@ def test_a_host_callback_is_seen(pair, monkeypatch):
     assert "callback" in program.as_text()
 
 
-def test_a_mixed_workload_traces_nothing_after_warm_up(shallow):
-    """Of real caches; other modes and requests are asked of a toy in the tests of sessions."""
+@pytest.mark.parametrize("mode", ["off", "compact"])
+def test_a_mixed_workload_traces_nothing_after_warm_up(shallow, mode):
     target = LoadedTarget(shallow.target, shallow.weights.target, None, (5,), "tiny")
     drafter = LoadedDrafter(shallow.drafter, shallow.weights.drafter, "tiny-drafter")
-    session = Generator(target, drafter, mode="static", batch=3, max_context=96, chunk_steps=4)
+    # more buckets are only more to compile
+    buckets = (3, 12) if mode == "compact" else None
+    session = Generator(
+        target, drafter, mode=mode, batch=3, max_context=96, chunk_steps=4, buckets=buckets
+    )
     sampled = SamplingParams(temperature=0.9, top_k=9)
     session.warmup()
     session.warmup(sampled)
@@ -182,8 +180,8 @@ def test_a_mixed_workload_traces_nothing_after_warm_up(shallow):
 
 
 def test_generate_works_inside_jit_and_vmap(shallow):
-    """With real caches; budgets are mapped over where laws of samples are tested."""
-    config = dataclasses.replace(step_config(shallow, "static", 1, True), filtered=False)
+    config = step_config(shallow, "compact", 1, True)
+    config = dataclasses.replace(config, buckets=(), walk_caps=(), filtered=False)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 96, (4, 6)), jnp.int32)
     lengths = jnp.asarray([6, 1, 3, 5], jnp.int32)
 
@@ -213,9 +211,12 @@ def test_a_batch_that_has_ended_takes_no_step(pair):
     assert ended.tick == 0
 
 
-def test_a_step_that_records_no_confidences_holds_nothing_of_the_recording(shallow, monkeypatch):
+@pytest.mark.parametrize("mode", ["static", "compact"])
+def test_a_step_that_records_no_confidences_holds_nothing_of_the_recording(
+    shallow, mode, monkeypatch
+):
     def lowered(**changes):
-        config = step_config(shallow, "compact", 4, True, **changes)
+        config = step_config(shallow, mode, 4, True, **changes)
         config = dataclasses.replace(config, buckets=(), walk_caps=(), filtered=False)
         state = started(shallow, config, 4)
         args = (shallow.weights, state, costs(shallow, 4), jnp.asarray(6))

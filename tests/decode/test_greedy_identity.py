@@ -174,7 +174,7 @@ def test_a_request_alone_gives_the_plain_tokens(pair):
     assert trimmed(found, BLOCK) > 0.1
 
 
-@pytest.mark.parametrize("depth", [1, BLOCK])
+@pytest.mark.parametrize("depth", [1, 3, BLOCK])
 def test_any_depth_up_to_the_trained_block_gives_the_plain_tokens(pair, depth):
     found = decode(pair, "static", k=depth)
     same_text(found, pair)
@@ -189,10 +189,11 @@ def test_a_shallow_compact_step_gives_the_plain_tokens(pair):
 
 def test_a_block_of_one_gives_the_plain_tokens(make_pair):
     single = make_pair(num_hidden_layers=1, num_target_layers=1, block_size=1)
-    found = decode(single, "compact", buckets=(2 * BATCH,))
-    same_text(found, single)
-    assert found.windows.max() == 1
-    assert found.accepted.any()
+    for mode in ("static", "compact"):
+        found = decode(single, mode, buckets=(2 * BATCH,) if mode == "compact" else ())
+        same_text(found, single)
+        assert found.windows.max() == 1
+        assert found.accepted.any()
 
 
 def test_two_runs_are_the_same_to_the_last_count(pair):

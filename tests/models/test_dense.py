@@ -43,7 +43,6 @@ def golden(target: LoadedTarget) -> dict[str, np.ndarray]:
     return load_file(Path(target.name) / "golden.safetensors")
 
 
-one_family = pytest.mark.parametrize("target", ["llama_tiny"], indirect=True)
 """For promises about where rows lie, which the code of both families keeps: a layer with norms of
 queries and keys differs within a row. Windows of such layers are ``decode``'s to test."""
 
@@ -129,7 +128,6 @@ def test_greedy_tokens_agree_one_at_a_time(target, golden):
     assert found == expected[prompt.shape[1] :].tolist()
 
 
-@one_family
 def test_a_text_in_chunks_equals_the_whole(target, golden):
     ids = golden["input_ids"]
     wanted, _, full = forward(target.config, target.weights, empty_cache(target, 2), whole(ids))
@@ -146,7 +144,6 @@ def test_a_text_in_chunks_equals_the_whole(target, golden):
         assert largest_error(found, expected) < 1e-5
 
 
-@one_family
 def test_a_compact_batch_equals_the_rectangle(target, golden):
     """Windows of 3, 0, 1 and 5 rows: packed tight into 12 rows, or spread over 4 x 5."""
     ids = np.concatenate([golden["input_ids"]] * 2)
@@ -166,7 +163,6 @@ def test_a_compact_batch_equals_the_rectangle(target, golden):
         assert largest_error(tight_rows, wide_rows) < 1e-5
 
 
-@one_family
 @pytest.mark.parametrize("packing", ["rectangle", "compact"])
 def test_scratch_rows_and_padding_leave_no_trace(target, golden, packing):
     """NaN in every row past the committed ones changes no output and stays where it was."""
@@ -200,7 +196,6 @@ def test_scratch_rows_and_padding_leave_no_trace(target, golden, packing):
         np.testing.assert_array_equal(rows[1], before[1])
 
 
-@one_family
 def test_rows_past_the_capacity_write_nothing(target, golden):
     ids = golden["input_ids"]
     cache = prefilled(target, ids)
@@ -213,7 +208,6 @@ def test_rows_past_the_capacity_write_nothing(target, golden):
         np.testing.assert_array_equal(rows[1], before[1])
 
 
-@one_family
 def test_a_sub_batch_fills_only_its_slots(target, golden):
     """Prompts go to slots 3 and 1; a third request, out of range, is padding."""
     ids = golden["input_ids"]
@@ -247,7 +241,6 @@ def in_pages(target: LoadedTarget, slots: int) -> DenseCache:
     return cache.replace(table=jnp.asarray(table, jnp.int32))
 
 
-@one_family
 def test_a_text_in_pages_equals_a_text_in_one(target, golden):
     ids = golden["input_ids"]
     wanted, _, _ = forward(target.config, target.weights, empty_cache(target, 2), whole(ids))
@@ -258,7 +251,6 @@ def test_a_text_in_pages_equals_a_text_in_one(target, golden):
     assert not any(rows[-1].any() for rows in cache.keys + cache.values)
 
 
-@one_family
 def test_a_prompt_in_pieces_beside_the_window_of_another_equals_each_alone(target, golden):
     """Slot 0 decodes 3 rows; two pieces of one prompt, and a padding piece, go to slot 1."""
     ids = jnp.asarray(golden["input_ids"], jnp.int32)
@@ -299,7 +291,6 @@ def test_a_tied_head_is_the_embedding(target):
     assert (head is embedding) == target.config.tie_word_embeddings
 
 
-@one_family
 def test_a_donated_cache_is_updated_in_place(target, golden):
     """The compiled program aliases every cache array and copies none of them."""
     cache = empty_cache(target, 2)

@@ -25,8 +25,6 @@ CHATS = json.loads((GOLDEN / "text_and_greedy.json").read_text())["chat"][:3]
 SHIPPED = "smollm2-135m-dspark"
 DECODED = 16
 """Tokens of every chat decoded with the drafter."""
-DEPTH = 4
-"""Of its blocks of 7: a walk is unrolled, and more of it only takes longer to compile."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,7 +89,7 @@ def test_decoding_with_the_shipped_drafter_gives_the_recorded_tokens(target):
     for row, chat in zip(prompts, CHATS, strict=True):
         row[: len(chat["prompt_ids"])] = chat["prompt_ids"]
     # verifying has a price, so that doubtful drafts are trimmed
-    costs = no_costs(3, DEPTH)
+    costs = no_costs(3, 7)
     verify = 1.0 + 0.06 * jnp.arange(costs.verify.shape[1], dtype=jnp.float32)
     costs = costs.replace(verify=verify[None], draft=costs.draft + 0.05, known=jnp.asarray(True))
     found = loop.generate(
@@ -101,7 +99,7 @@ def test_decoding_with_the_shipped_drafter_gives_the_recorded_tokens(target):
         make_requests(3, max_new_tokens=DECODED, context=128),
         costs,
         config=StepConfig(
-            target.config, drafter.config, "compact", k=DEPTH, sampled=False, filtered=False
+            target.config, drafter.config, "compact", k=7, sampled=False, filtered=False
         ),
         max_tokens=DECODED,
     )

@@ -121,7 +121,7 @@ def relative_error(got: jax.Array, want: np.ndarray) -> float:
     return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("width", [1, 2, 7, 8])
+@pytest.mark.parametrize("width", range(1, 9))
 def test_the_reference_is_softmax_attention(width):
     query, keys, values, position, _ = operands(2, width, 6, 2, 40, [width, 33])
     query, keys, values = (x.astype(jnp.float32) for x in (query, keys, values))
@@ -228,8 +228,9 @@ def test_the_kernel_lowers_for_hopper(name):
     assert lowers(name, mosaic_gpu.DEFAULT)
 
 
-def test_the_kernel_lowers_for_hopper_with_pages():
-    assert lowers(SWEPT[-1], mosaic_gpu.DEFAULT, page_size=64)
+@pytest.mark.parametrize("name", SWEPT)
+def test_the_kernel_lowers_for_hopper_with_pages(name):
+    assert lowers(name, mosaic_gpu.DEFAULT, page_size=64)
 
 
 @pytest.mark.parametrize("splits", [None, 2])

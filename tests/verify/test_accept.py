@@ -10,7 +10,7 @@ import pytest
 from dspark_jax.models.ragged import compact, rectangle
 from dspark_jax.verify import accept
 from dspark_jax.verify.accept import Sampling
-from dspark_jax.verify.best import best_token
+from pallas_kernels.best_linear import best_token
 
 RUNS = 20_000
 

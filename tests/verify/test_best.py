@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.verify.best import best_token
+from pallas_kernels.best_linear import best_token
 
 
 def test_the_best_token_is_numpys_argmax_with_ties_and_infinities():
