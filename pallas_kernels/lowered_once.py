@@ -27,8 +27,9 @@ def lowered_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., A
     """As `jax.jit` with the static arguments ``static``, for a kernel that only CUDA runs.
 
     What is true in ``interpret`` is not lowered here, and so runs anywhere. The result has no
-    gradient and cannot be mapped by `jax.vmap`. Of what surrounds a call, the kernel may look at
-    the mesh alone: default precision, 64 bits and `choice.preferring` are those of the first call.
+    gradient. Mapped by `jax.vmap` it runs for one entry of the batch after another. Of what
+    surrounds a call, the kernel may look at the mesh alone: default precision, 64 bits and
+    `choice.preferring` are those of the first call.
     """
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,13 +41,19 @@ def lowered_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., A
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             fixed = {name: given.arguments[name] for name in static}
-            if fixed.get("interpret"):
-                return kernel(*args, **kwargs)
             operands = {name: value for name, value in given.arguments.items() if name not in fixed}
-            leaves, tree = jax.tree.flatten(operands)
-            shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-            mesh = jax.sharding.get_abstract_mesh()
-            return _lowered(kernel, tree, shapes, tuple(fixed.items()), mesh).call(*leaves)
+
+            # what has been lowered has its shapes for good
+            @jax.custom_batching.sequential_vmap
+            def run(operands: dict[str, Any]) -> Any:
+                if fixed.get("interpret"):
+                    return kernel(**operands, **fixed)
+                leaves, tree = jax.tree.flatten(operands)
+                shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+                mesh = jax.sharding.get_abstract_mesh()
+                return _lowered(kernel, tree, shapes, tuple(fixed.items()), mesh).call(*leaves)
+
+            return run(operands)
 
         return call
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
@@ -15,9 +17,12 @@ from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.decode.session import Generator
 from dspark_jax.decode.state import init_state, make_requests
+from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import no_costs
+from dspark_jax.testing import markov
+from pallas_kernels import choice
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +206,45 @@ def test_generate_works_inside_jit_and_vmap(shallow):
     alone = [answer(*row) for row in zip(prompts, lengths, seeds, strict=True)]
     mapped = jax.jit(jax.vmap(answer))(prompts, lengths, seeds)
     np.testing.assert_array_equal(mapped, jnp.stack(alone))
+
+
+def test_vmapped_answers_run_the_kernels_of_a_gpu(make_pair, monkeypatch):
+    """Lowered for an H200 that is not there."""
+    hopper = types.SimpleNamespace(compute_capability="9.0")
+    monkeypatch.setattr(
+        "pallas_kernels.hopper.jax", types.SimpleNamespace(devices=lambda: [hopper])
+    )
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 64, "num_attention_heads": 2}
+    pair = make_pair(num_hidden_layers=1, num_key_value_heads=1, vocab_size=256, **sizes)
+    weights = jax.eval_shape(
+        lambda target: Weights(
+            jax.tree.map(lambda x: x.astype(jnp.bfloat16), target),
+            markov.MarkovDrafterWeights(jnp.zeros((256, 256)), jnp.zeros((3, 256))),
+        ),
+        pair.weights.target,
+    )
+    config = StepConfig(
+        pair.target, markov.MarkovDrafterConfig(256, 3), "compact", sampled=False, filtered=False
+    )
+
+    def answer(weights, prompt, length):
+        requests = make_requests(1, max_new_tokens=58, context=64)
+        costs = no_costs(1, config.depth)
+        return loop.generate(
+            weights, prompt[None], length[None], requests, costs, config=config, max_tokens=58
+        ).tokens[0]
+
+    operands = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,))]
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    kernels = {"paged_attention": "mosaic", "best_linear": "mosaic", "top_b": "triton"}
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)),
+        choice.preferring(**kernels),
+    ):
+        traced = jax.jit(jax.vmap(answer, (None, 0, 0))).trace(weights, *operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in (*kernels, "row_linear", "rope_write", "ragged_pack"):
+        assert name in text
 
 
 def test_a_batch_that_has_ended_takes_no_step(pair):

@@ -1,5 +1,7 @@
 """Kernels that are lowered once a process."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,6 +52,31 @@ def test_other_shapes_and_static_arguments_have_lowerings_of_their_own(kernel, l
         lowered_for_hopper(lambda x, step=step: added(x, step=step), numbers(count))
     lowered_for_hopper(added, numbers(16), numbers(16))
     assert written == [((16,), 1), ((32,), 1), ((16,), 2), ((16,), 1)]
+
+
+def test_a_batch_goes_through_the_one_lowering_entry_by_entry(kernel, lowered_for_hopper):
+    added, written = kernel
+    shape = jax.ShapeDtypeStruct((3, 2, 16), jnp.float32)
+    program = lowered_for_hopper(jax.vmap(jax.vmap(added)), shape)
+    assert written == [((16,), 1)]
+    assert program.count("stablehlo.while") == 2
+    lowered_for_hopper(added, numbers(16))
+    assert len(written) == 1
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1)])
+def test_entries_of_a_batch_are_what_they_are_alone(kernel, axes):
+    added = functools.partial(kernel[0], step=2, interpret=True)
+    operands = [
+        jnp.arange(4.0) if axis is None else jnp.arange(16.0).reshape(4, 4) for axis in axes
+    ]
+    mapped = jax.vmap(added, axes)(*operands)
+    for entry in range(4):
+        alone = [
+            x if axis is None else jnp.take(x, entry, axis)
+            for x, axis in zip(operands, axes, strict=True)
+        ]
+        assert mapped[entry].tolist() == added(*alone).tolist()
 
 
 def test_what_is_interpreted_runs_here(kernel):

@@ -237,6 +237,19 @@ def test_results_do_not_depend_on_the_place_in_the_batch_and_repeat_bitwise(atte
         np.testing.assert_array_equal(np.asarray(mine)[order], shuffled)
 
 
+def test_entries_of_a_mapped_batch_are_what_they_are_alone(attend):
+    query, pool = queries(4), selection(lists(4, 70)).pool
+    query, chosen = (
+        query.reshape(2, 2, *query.shape[1:]),
+        jnp.asarray(lists(4, 70)).reshape(2, 2, 70),
+    )
+    mapped = jax.vmap(lambda q, ids: attend(q, Selection(pool, ids)))(query, chosen)
+    for entry in range(2):
+        alone = attend(query[entry], Selection(pool, chosen[entry]))
+        for batch, one in zip(mapped, alone, strict=True):
+            np.testing.assert_array_equal(batch[entry], one)
+
+
 def test_padded_pages_are_stepped_over(attend):
     ids = lists(2, 70, rows=12 * 20)
     dense = selection(ids, page=20)
