@@ -60,6 +60,14 @@ def choose(
     return wanted
 
 
+def empty(**operands: jax.Array | jax.ShapeDtypeStruct | None) -> str | None:
+    """Says which of the operands has no entry, or None: a launch of no programs is an error."""
+    for name, operand in operands.items():
+        if operand is not None and operand.size == 0:
+            return f"{name} is empty, wanted at least one entry"
+    return None
+
+
 @functools.cache
 def _announce(operation: str, implementation: str, obstacle: str | None) -> None:
     reason = "" if obstacle is None else f", because {obstacle}"

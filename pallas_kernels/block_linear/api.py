@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_linear import pallas_triton, reference
-from pallas_kernels.choice import choose
+from pallas_kernels.choice import choose, empty
 from pallas_kernels.hopper import missing_hopper
 
 Implementation = Literal["xla", "triton"]
@@ -64,7 +64,7 @@ def block_linear(
         "triton",
         implementation,
         AUTOMATIC,
-        lambda: obstacle(x, matrices, row.shape[1]),
+        lambda: obstacle(x, matrices, row.shape[1]) or empty(row=row),
     )
     run = {"xla": reference.block_linear, "triton": pallas_triton.block_linear}[wanted]
     return run(x, row, matrices, owner)

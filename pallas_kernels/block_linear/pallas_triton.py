@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import empty
+
 SIZES = (16, 32, 64, 128)
 COLUMNS, DEPTH = 128, 64
 """Columns of a program, and what it reads of each at once."""
@@ -46,15 +48,13 @@ def unsupported(
     for name, operand in (("x", x), ("matrices", matrices)):
         if operand.dtype != jnp.bfloat16:
             return f"the dtype of {name} is {operand.dtype}, wanted bfloat16"
-        if operand.size == 0:
-            return f"{name} is empty, wanted at least one entry"
     _, columns, depth = matrices.shape
     if size not in SIZES:
         return f"blocks have {size} rows, wanted one of {', '.join(map(str, SIZES))}"
     for name, value, unit in (("O", columns, COLUMNS), ("I", depth, DEPTH)):
         if value % unit:
             return f"{name} is {value}, wanted a multiple of {unit}"
-    return None
+    return empty(x=x, matrices=matrices)
 
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))

@@ -36,8 +36,8 @@ def indexer_logits(
         keys: pages of index keys.
         batch: whose tokens and whose keys.
         implementation: ``"xla"`` runs anywhere; ``"triton"`` needs a Hopper GPU, bf16, J of 16,
-            32, 64 or 128 and I of 32, 64 or 128. None takes `AUTOMATIC` where that can run and
-            xla elsewhere.
+            32, 64 or 128, I of 32, 64 or 128, and no empty operand. None takes `AUTOMATIC` where
+            that can run and xla elsewhere.
 
     Raises:
         ValueError: shapes disagree, or ``implementation`` is unknown.
@@ -49,7 +49,7 @@ def indexer_logits(
         "triton",
         implementation,
         AUTOMATIC,
-        lambda: missing_hopper() or pallas_triton.unsupported(query, keys),
+        lambda: missing_hopper() or pallas_triton.unsupported(query, keys, batch),
     )
     run = {"xla": reference.indexer_logits, "triton": pallas_triton.indexer_logits}[wanted]
     return run(query, weight, keys, batch)

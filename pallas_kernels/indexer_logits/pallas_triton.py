@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.choice import empty
 from pallas_kernels.indexer_logits.operands import Batch
 
 HEADS = (16, 32, 64, 128)
@@ -48,7 +49,7 @@ DEFAULT = Tuning()
 
 
 def unsupported(
-    query: jax.Array | jax.ShapeDtypeStruct, keys: jax.Array | jax.ShapeDtypeStruct
+    query: jax.Array | jax.ShapeDtypeStruct, keys: jax.Array | jax.ShapeDtypeStruct, batch: Batch
 ) -> str | None:
     """Why the kernel cannot take these operands, naming the value found and wanted, or None."""
     for name, operand in (("query", query), ("keys", keys)):
@@ -58,7 +59,7 @@ def unsupported(
     for name, value, known in (("heads J", heads, HEADS), ("key width I", width, WIDTHS)):
         if value not in known:
             return f"{name} is {value}, wanted one of {', '.join(map(str, known))}"
-    return None
+    return empty(query=query, keys=keys, row=batch.row, pages=batch.pages)
 
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))

@@ -20,7 +20,7 @@ def indexer_logits(
     """Same arguments and result as `pallas_kernels.indexer_logits.indexer_logits`."""
     page = jnp.where(batch.pages >= 0, batch.pages, keys.shape[0])
     own = jnp.take(keys, page, axis=0, mode="fill", fill_value=0)
-    own = own.reshape(page.shape[0], -1, keys.shape[2])
+    own = own.reshape(page.shape[0], page.shape[1] * keys.shape[1], keys.shape[2])
     of_row = functools.partial(jnp.take, indices=batch.row, axis=0, mode="fill", fill_value=0)
     scores = index_scores(of_row(query), of_row(weight), own)
     out = jnp.zeros((query.shape[0], own.shape[1]), jnp.float32)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt8
 
+from pallas_kernels.choice import empty
 from pallas_kernels.kv_quant.layouts import V3_2, V4, Layout
 from pallas_kernels.kv_quant.reference import LEAST_SCALE
 
@@ -63,15 +64,13 @@ def unsupported(
     for name, (operand, dtype) in named.items():
         if operand.dtype != dtype:
             return f"the dtype of {name} is {operand.dtype}, wanted {jnp.dtype(dtype)}"
-        if operand.size == 0:
-            return f"{name} is empty, wanted at least one entry"
     if layout not in (V3_2, V4):
         return f"layout is {layout}, wanted V3_2 or V4"
     # Pallas counts places in 32 bits up to 4 GiB, and Triton takes them as signed: with numbers of
     # one byte, places of the upper half would be negative.
     if 1 << 31 < pool.size <= 1 << 32:
         return f"pool has {pool.size} bytes, wanted at most 2^31 or more than 2^32"
-    return None
+    return empty(pool=pool, rows=rows)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "page_size", "tuning", "interpret"))

@@ -58,10 +58,11 @@ def paged_attention(
         NotImplementedError: ``"mosaic"`` was asked for and cannot run.
     """
     _check_shapes(query, keys, values, position, slots, table, rows)
-    width = position.shape[1]
     obstacles = {
         "live": lambda: live_rows.unsupported(keys, table),
-        "mosaic": lambda: missing_hopper() or mosaic_gpu.unsupported(query, keys, values, width),
+        "mosaic": lambda: (
+            missing_hopper() or mosaic_gpu.unsupported(query, keys, values, position, table)
+        ),
     }
     automatic = "live" if jax.default_backend() == "cpu" else "mosaic"
     kernel = implementation if implementation in obstacles else automatic
@@ -100,7 +101,7 @@ def _check_shapes(
         raise ValueError(f"values have shape {values.shape}, wanted that of keys, {keys.shape}")
     if key_dim != head_dim:
         raise ValueError(f"keys have head width {key_dim}, wanted that of query, {head_dim}")
-    if heads % kv_heads:
+    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"query has {heads} heads, wanted a multiple of the {kv_heads} of keys")
     if position.shape != (requests, width):
         raise ValueError(f"position has shape {position.shape}, wanted {(requests, width)}")

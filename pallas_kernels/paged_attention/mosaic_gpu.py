@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import empty
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.paged_attention.packing import together
 
@@ -65,13 +66,17 @@ def unsupported(
     query: jax.Array | jax.ShapeDtypeStruct,
     keys: jax.Array | jax.ShapeDtypeStruct,
     values: jax.Array | jax.ShapeDtypeStruct,
-    width: int,
+    position: jax.Array | jax.ShapeDtypeStruct,
+    table: jax.Array | jax.ShapeDtypeStruct | None = None,
     tuning: Tuning = DEFAULT,
 ) -> str | None:
     """Why the kernel cannot take these operands, naming the value found and wanted, or None."""
     heads, head_dim = query.shape[-2:]
     kv_heads, page_size = keys.shape[1:3]
-    rows = width * heads // kv_heads
+    nothing = empty(query=query, keys=keys, position=position, table=table)
+    if nothing is not None:
+        return nothing
+    rows = position.shape[1] * heads // kv_heads
     for name, operand in (("query", query), ("keys", keys), ("values", values)):
         if operand.dtype != jnp.bfloat16:
             return f"the dtype of {name} is {operand.dtype}, wanted bfloat16"

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
 
+from pallas_kernels.choice import empty
 from pallas_kernels.lowered_once import lowered_once
 
 MOST_REQUESTS = 1 << 13
@@ -50,7 +51,7 @@ def unsupported(
             return f"the dtype of {name} is {operand.dtype}, wanted int32"
     if not 0 < tokens.shape[0] <= MOST_REQUESTS:
         return f"there are {tokens.shape[0]} requests, wanted 1 to {MOST_REQUESTS}"
-    return None
+    return empty(tokens=tokens)
 
 
 @lowered_once("size", "tuning", "interpret")

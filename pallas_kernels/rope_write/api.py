@@ -51,9 +51,9 @@ def rope_write(
         k_norm: the same for key heads.
         eps: added to the mean square in both norms.
         finite: replace NaN by 0 and infinities by the largest numbers in what is cached.
-        implementation: ``"xla"`` runs anywhere; ``"triton"`` needs a Hopper GPU, bf16, and a
-            power of two of at least 32 for E, and has no gradient. None takes `AUTOMATIC`
-            where that can run and xla elsewhere.
+        implementation: ``"xla"`` runs anywhere; ``"triton"`` needs a Hopper GPU, bf16, a power
+            of two of at least 32 for E and no empty operand, and has no gradient. None takes
+            `AUTOMATIC` where that can run and xla elsewhere.
 
     Returns:
         Rotated query heads ``[T, H, E]``, and both caches.
@@ -92,7 +92,7 @@ def _check_shapes(
         raise ValueError(f"values have shape {values.shape}, wanted that of keys, {keys.shape}")
     rows, width = fused.shape
     _, groups, _, head_dim = keys.shape
-    if width % head_dim or width < 2 * groups * head_dim:
+    if head_dim == 0 or width % head_dim or width < 2 * groups * head_dim:
         raise ValueError(
             f"fused rows hold {width} numbers, wanted H + 2*{groups} heads of {head_dim}"
         )

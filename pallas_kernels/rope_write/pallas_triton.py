@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import empty
 from pallas_kernels.lowered_once import lowered_once
 
 
@@ -55,7 +56,7 @@ def unsupported(
     head_dim = keys.shape[3]
     if head_dim < 32 or head_dim & (head_dim - 1):
         return f"head width E is {head_dim}, wanted a power of two of at least 32"
-    return None
+    return empty(fused=fused, keys=keys)
 
 
 @lowered_once("eps", "finite", "tuning", "interpret")

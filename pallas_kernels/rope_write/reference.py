@@ -34,8 +34,8 @@ def rope_write(
 ) -> tuple[Float[Array, "T H E"], Float[Array, "S N K E"], Float[Array, "S N K E"]]:
     """Same arguments and result as `pallas_kernels.rope_write.rope_write`."""
     groups, head_dim = keys.shape[1], keys.shape[3]
-    split = fused.reshape(fused.shape[0], -1, head_dim)
-    heads = split.shape[1] - 2 * groups
+    heads = fused.shape[1] // head_dim - 2 * groups
+    split = fused.reshape(fused.shape[0], heads + 2 * groups, head_dim)
     query, key, value = jnp.split(split, [heads, heads + groups], axis=1)
     if q_norm is not None:
         query = rms_norm(query, q_norm, eps)

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.choice import empty
 from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.row_linear import reference
 
@@ -79,7 +80,7 @@ def unsupported(
     of_program = tuning.outputs * (2 if gated else 1)
     if outputs % of_program:
         return f"weight has {outputs} rows, wanted a multiple of {of_program}"
-    return None
+    return empty(weight=weight)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "gated", "tuning", "interpret"))

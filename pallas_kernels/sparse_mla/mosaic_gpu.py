@@ -74,7 +74,7 @@ def unsupported(
             return f"pages have {stride} bytes, wanted a multiple of 16"
     if tokens == 0:
         return "query has 0 tokens, wanted at least 1"
-    if heads % HEADS:
+    if heads == 0 or heads % HEADS:
         return f"H is {heads}, wanted a multiple of {HEADS}"
     if width not in WIDTHS:
         return f"W is {width}, wanted one of {WIDTHS}"

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
 
+from pallas_kernels.choice import empty
+
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
@@ -43,9 +45,7 @@ def unsupported(
     for name, operand in named.items():
         if operand.dtype != jnp.int32:
             return f"the dtype of {name} is {operand.dtype}, wanted int32"
-        if operand.size == 0:
-            return f"{name} is empty, wanted at least one entry"
-    return None
+    return empty(position=position, ring=ring)
 
 
 @functools.partial(jax.jit, static_argnames=("window", "length", "tuning", "interpret"))

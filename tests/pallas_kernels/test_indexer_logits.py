@@ -90,7 +90,7 @@ def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
         of((shape.requests, columns), jnp.int32),
         of((tokens,), jnp.int32),
     )
-    assert pallas_triton.unsupported(query, keys) is None
+    assert pallas_triton.unsupported(query, keys, batch) is None
     weight = of(query.shape[:2], jnp.float32)
     text = lowered_for_hopper(pallas_triton.indexer_logits, query, weight, keys, batch)
     assert text.count("xla.gpu.triton") == 1
@@ -114,7 +114,7 @@ def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
     ],
 )
 def test_the_kernel_says_what_it_does_not_support(query, keys, says):
-    assert says in (pallas_triton.unsupported(query, keys) or "")
+    assert says in (pallas_triton.unsupported(query, keys, case()[3]) or "")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")

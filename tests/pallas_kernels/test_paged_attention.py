@@ -261,7 +261,7 @@ def lowers(
         table if page_size else None,
         jax.ShapeDtypeStruct(rows[:2], jnp.int32) if packed else None,
     )
-    assert mosaic_gpu.unsupported(*specs[:3], shape.width, tuning) is None
+    assert mosaic_gpu.unsupported(*specs[:4], specs[5], tuning) is None
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -290,7 +290,8 @@ def test_the_kernel_says_what_it_does_not_support(change, says):
     sizes = {"dtype": jnp.bfloat16, "head_dim": 64, "width": 8, "capacity": 128} | change
     query = jnp.zeros((1, sizes["width"], 3, sizes["head_dim"]), sizes["dtype"])
     keys = jnp.zeros((1, 1, sizes["capacity"], sizes["head_dim"]), sizes["dtype"])
-    assert says in (mosaic_gpu.unsupported(query, keys, keys, sizes["width"]) or "")
+    position = jnp.zeros((1, sizes["width"]), jnp.int32)
+    assert says in (mosaic_gpu.unsupported(query, keys, keys, position) or "")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asserts what happens without a GPU")
