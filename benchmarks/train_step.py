@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.record import Record
 from dspark_jax.checkpoints.resolve import LoadedTarget
+from dspark_jax.compiling import CUBLAS
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.models.config import DenseConfig
 from dspark_jax.models.weights import DenseLayer, DenseWeights
@@ -193,16 +194,17 @@ class Run:
         batch = Sequences(self.tokens, self.mask, *self.cached)
         blocks = jax.eval_shape(forward, state.weights, batch)
         given = (self.frozen, self.tokens, self.mask, self.cached)
+        part = functools.partial(jax.jit, compiler_options=CUBLAS)
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "step": (train_step, (self.config, drafter, self.target, state, *given)),
-            "draft forward": (jax.jit(forward), (state.weights, batch)),
-            "vocabulary loss": (jax.jit(vocabulary), (state.weights, blocks)),
-            "gradient": (jax.jit(gradient), (state.weights, batch)),
+            "draft forward": (part(forward), (state.weights, batch)),
+            "vocabulary loss": (part(vocabulary), (state.weights, blocks)),
+            "gradient": (part(gradient), (state.weights, batch)),
         }
         if target_forward:
             config, taps = self.target, drafter.target_layer_ids
             layers = jax.eval_shape(lambda: random_layers(config))
-            features = jax.jit(lambda frozen, ids: target_features(config, frozen, ids, taps))
+            features = part(lambda frozen, ids: target_features(config, frozen, ids, taps))
             whole = dataclasses.replace(self.frozen, layers=layers)
             found["target forward"] = (features, (whole, self.tokens))
         return found

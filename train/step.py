@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.compiling import CUBLAS
 from train.anchors import sample_anchors
 from train.config import TrainConfig
 from train.drafters import family_of, training_weights
@@ -91,8 +91,7 @@ def state_shardings(config: TrainConfig, drafter: Any, state: Any) -> Any:
     return weight_shardings(mesh, rules, state, drafter.vocab_size)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
-def train_step(
+def advance(
     config: TrainConfig,
     drafter: Any,
     target: Any,
@@ -151,3 +150,8 @@ def train_step(
         key=state.key,
     )
     return jax.lax.with_sharding_constraint(new, state_shardings(config, drafter, new)), report
+
+
+train_step = jax.jit(advance, static_argnums=(0, 1, 2), donate_argnums=3, compiler_options=CUBLAS)
+"""`advance` as a program that gives its state away. In a program of your own, call that: JAX takes
+compiler options of the outermost one alone."""

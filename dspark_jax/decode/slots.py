@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.compiling import jit_for_rows
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS
@@ -94,9 +95,9 @@ _INIT = jax.jit(
     static_argnames=("config", "slots", "capacity", "max_tokens", "dtype", "stop_width"),
 )
 _CLEAR = jax.jit(loop.clear, donate_argnums=0)
-_PREFILL = jax.jit(loop.prefill, static_argnames="config", donate_argnums=1)
+_PREFILL = jit_for_rows(loop.prefill, static_argnames="config", donate_argnums=1)
 _ADMIT = jax.jit(_admit, donate_argnums=0)
-_RUN = jax.jit(loop.run_steps, static_argnames=("config", "turn"), donate_argnums=1)
+_RUN = jit_for_rows(loop.run_steps, static_argnames=("config", "turn"), donate_argnums=1)
 _READ = jax.jit(_read)
 
 
@@ -158,7 +159,8 @@ class SlotPrograms:
 
     def _run(self, state: State, steps: int, keep: int, turn: int, config: StepConfig) -> State:
         limits = np.int32(steps), np.int32(keep)
-        return _RUN(self.weights, state, self.tables, *limits, config=config, turn=turn)
+        run = _RUN(self.slots * config.width)
+        return run(self.weights, state, self.tables, *limits, config=config, turn=turn)
 
     def status(self, state: State) -> Status:
         """Progress of every slot, on the host: the one read of a chunk."""
@@ -228,7 +230,8 @@ class SlotPrograms:
             piece = prompt[begin : begin + width]
             tokens[row, : len(piece)] = piece
             count[row] = len(piece)
-        return _PREFILL(self.weights, state, slots, tokens, count, config=config)
+        prefill = _PREFILL(tokens.size)
+        return prefill(self.weights, state, slots, tokens, count, config=config)
 
     def _admit(self, state: State, admissions: Sequence[Admission]) -> State:
         size = self.group

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.compiling import compile_together
+from dspark_jax.compiling import compile_together, jit_for_rows
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft, no_drafts
@@ -49,7 +49,7 @@ SHARES = (0.125, 0.5, 1.0)
 """Contexts measured: shares of the longest that every request can have."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "pieces"), donate_argnums=1)
+@functools.partial(jit_for_rows, static_argnames=("config", "pieces"), donate_argnums=1)
 def _verify(
     weights: Weights,
     state: State,
@@ -89,7 +89,7 @@ def _verify(
     return jax.lax.fori_loop(0, steps, one, state)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "depth"), donate_argnums=1)
+@functools.partial(jit_for_rows, static_argnames=("config", "depth"), donate_argnums=1)
 def _draft(weights: Weights, state: State, steps: Any, *, config: StepConfig, depth: int) -> State:
     """``steps`` blocks walked to ``depth``, each from the last token of the one before."""
 
@@ -139,11 +139,12 @@ def profile(
         plain = dataclasses.replace(step, policy="lagged", threshold=None)
         arm = dataclasses.replace(plain, sampled=temperature > 0, filtered=False)
         if kind == "draft":
-            return _draft, {"config": arm, "depth": size}
+            # in an engine it shares a program with as many verified rows
+            return _draft(batch * step.width), {"config": arm, "depth": size}
         shapes = every_shape(config.row_counts(step.width, batch), batch, depths)
         arm = dataclasses.replace(arm, shape=next(one for one in shapes if one.rows == size))
         window = jnp.asarray([len(part) - 1 for part in np.array_split(range(size), batch)])
-        return _verify, {
+        return _verify(size + pieces * config.prompt_width), {
             "window": window.astype(jnp.int32),
             "config": arm,
             "pieces": (pieces, config.prompt_width),

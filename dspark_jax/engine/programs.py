@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dspark_jax.compiling import compile_together
+from dspark_jax.compiling import compile_together, jit_for_rows
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import Needs, needs_of, serving
@@ -64,7 +64,7 @@ def _admitted(leaves: list[Any], starting: Any, tree: Any, layout: Layout) -> li
     return tree.flatten_up_to(state)
 
 
-@functools.partial(jax.jit, static_argnames=("structure", "config", "steps"), donate_argnums=1)
+@functools.partial(jit_for_rows, static_argnames=("structure", "config", "steps"), donate_argnums=1)
 def _run(
     weights: list[jax.Array],
     state: list[jax.Array],
@@ -409,7 +409,9 @@ class Programs:
                 "steps": 1 if count else self.steps(batch),
             }
         words = None if rows is None else jax.device_put(rows.words)
-        return _run, tables, lanes.words, words, self._statics[key]
+        verified = batch * config.width if shape is None else shape.rows
+        run = _run(verified + count * self.prompt_width)
+        return run, tables, lanes.words, words, self._statics[key]
 
     def _on_device(self, placed: Lanes) -> Packed:
         """The same, copied only if it differs from what the last dispatch had."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choice import choose
 from pallas_kernels.hopper import missing_hopper
-from pallas_kernels.row_linear import pallas_triton, reference
+from pallas_kernels.row_linear import pallas_triton, reference, tiled_triton
 
 Implementation = Literal["xla", "triton"]
 
@@ -52,7 +54,7 @@ def rms_linear(
         raise ValueError(f"norm has shape {norm.shape}, wanted {x.shape[-1:]}")
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight has {weight.shape[0]} rows, wanted an even number when gated")
-    if _runs_triton("rms_linear", implementation, x, weight, gated):
+    if _runs("rms_linear", implementation, lambda: pallas_triton.unsupported(x, weight, gated)):
         return pallas_triton.rms_linear(x, norm, weight, eps, gated)
     return reference.rms_linear(x, norm, weight, eps, gated)
 
@@ -66,14 +68,17 @@ def linear_add(
 ) -> Float[Array, "... O"]:
     """``residual + x @ weight.T``, the product rounded to the dtype of ``x`` before the sum.
 
-    ``implementation``, result and errors are those of `rms_linear`.
+    ``implementation``, result and errors are those of `rms_linear`, but that ``"triton"`` takes up
+    to 256 rows here; more than 16 have a kernel of their own.
     """
     _check_product(x, weight)
     wanted = (*x.shape[:-1], weight.shape[0])
     if residual.shape != wanted:
         raise ValueError(f"residual has shape {residual.shape}, wanted {wanted}")
-    if _runs_triton("linear_add", implementation, x, weight, False):
-        return pallas_triton.linear_add(x, weight, residual)
+    few = math.prod(x.shape[:-1]) <= pallas_triton.ROWS
+    kernel = pallas_triton if few else tiled_triton
+    if _runs("linear_add", implementation, lambda: kernel.unsupported(x, weight)):
+        return kernel.linear_add(x, weight, residual)
     return reference.linear_add(x, weight, residual)
 
 
@@ -84,14 +89,11 @@ def _check_product(x: jax.Array, weight: jax.Array) -> None:
         )
 
 
-def _runs_triton(
-    name: str, implementation: Implementation | None, x: jax.Array, weight: jax.Array, gated: bool
+def _runs(
+    name: str, implementation: Implementation | None, unsupported: Callable[[], str | None]
 ) -> bool:
+    """Whether the kernel runs."""
     chosen = choose(
-        name,
-        "triton",
-        implementation,
-        AUTOMATIC,
-        lambda: missing_hopper() or pallas_triton.unsupported(x, weight, gated),
+        name, "triton", implementation, AUTOMATIC, lambda: missing_hopper() or unsupported()
     )
     return chosen == "triton"

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.row_linear import pallas_triton, reference
+from pallas_kernels.row_linear import pallas_triton, reference, tiled_triton
 from pallas_kernels.row_linear.pallas_triton import Tuning
 from pallas_kernels.row_linear.shapes import SHAPES, Shape
 
@@ -48,7 +48,8 @@ def call(shape: Shape, module: Any, **options: Any) -> Call:
 
 def implementations(shape: Shape) -> dict[str, Call]:
     """The implementations as callers get them, then other cuts of the kernel."""
-    runs = {"xla": call(shape, reference), "triton": call(shape, pallas_triton)}
+    kernel = pallas_triton if shape.rows <= pallas_triton.ROWS else tiled_triton
+    runs = {"xla": call(shape, reference), "triton": call(shape, kernel)}
     x = jax.ShapeDtypeStruct((shape.rows, shape.width), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((shape.outputs, shape.width), jnp.bfloat16)
     for tuning in TUNINGS if shape.rows == 8 else ():

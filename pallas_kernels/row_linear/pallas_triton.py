@@ -103,7 +103,7 @@ def rms_linear(
         return _launch(x, weight, tuning, interpret, norm=norm, eps=eps, gated=gated)
 
     plain = functools.partial(reference.rms_linear, eps=eps, gated=gated)
-    return _differentiable(kernel, plain)(x, norm, weight)
+    return differentiable(kernel, plain)(x, norm, weight)
 
 
 @functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
@@ -123,10 +123,10 @@ def linear_add(
     def kernel(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
         return _launch(x, weight, tuning, interpret, residual=residual)
 
-    return _differentiable(kernel, reference.linear_add)(x, weight, residual)
+    return differentiable(kernel, reference.linear_add)(x, weight, residual)
 
 
-def _differentiable(kernel: Callable[..., Array], plain: Callable[..., Array]) -> Any:
+def differentiable(kernel: Callable[..., Array], plain: Callable[..., Array]) -> Any:
     """``kernel`` forwards; backwards the gradient of ``plain``, which computes the same."""
 
     def backward(operands: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:

@@ -32,11 +32,19 @@ _SMOLLM2: dict[str, tuple[Kind, int, int]] = {
     "down": ("add", 1536, 576),
 }
 
-SHAPES = {
-    f"smollm2-135m {name} {rows}": Shape(kind, rows, width, outputs)
-    for rows in (1, 8, 16)
-    for name, (kind, width, outputs) in _SMOLLM2.items()
-} | {
-    "smollm2-135m context 8": Shape("norm", 8, 576, 384),
-    "smollm2-135m block query 7": Shape("norm", 7, 576, 576),
-}
+SHAPES = (
+    {
+        f"smollm2-135m {name} {rows}": Shape(kind, rows, width, outputs)
+        for rows in (1, 8, 16)
+        for name, (kind, width, outputs) in _SMOLLM2.items()
+    }
+    | {
+        f"smollm2-135m {name} {rows}": Shape("add", rows, *_SMOLLM2[name][1:])
+        for rows in (64, 128, 256)
+        for name in ("out", "down")
+    }
+    | {
+        "smollm2-135m context 8": Shape("norm", 8, 576, 384),
+        "smollm2-135m block query 7": Shape("norm", 7, 576, 576),
+    }
+)

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.row_linear import linear_add, pallas_triton, reference, rms_linear
+from pallas_kernels.row_linear import (
+    linear_add,
+    pallas_triton,
+    reference,
+    rms_linear,
+    tiled_triton,
+)
 from pallas_kernels.row_linear.pallas_triton import Tuning
 from pallas_kernels.row_linear.shapes import SHAPES
 
@@ -166,17 +172,77 @@ def test_how_a_program_is_cut_changes_rounding_alone(tuning):
     )
 
 
+TILED = [
+    pytest.param(functools.partial(tiled_triton.linear_add, interpret=True), id="interpreted"),
+    pytest.param(
+        functools.partial(linear_add, implementation="triton"), id="triton", marks=pytest.mark.gpu
+    ),
+]
+
+
+@pytest.mark.parametrize("run", TILED)
+@pytest.mark.parametrize(("rows", "width"), [(17, 64), (100, 192), (200, 128)])
+def test_tiles_of_rows_are_multiplied_and_added_each_row_by_itself(run, rows, width):
+    x, weight = draw(rows, width), draw(32, width, seed=1, scale=width**-0.5)
+    residual = draw(rows, 32, seed=2)
+    want = (
+        np.asarray(residual, np.float64)
+        + np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    )
+    got = run(x, weight, residual)
+    assert got.dtype == jnp.bfloat16
+    assert relative_error(got, want) < ROUNDING
+    broken = run(x.at[3].set(jnp.nan), weight, residual)
+    assert np.isnan(np.asarray(broken[3], np.float32)).all()
+    np.testing.assert_array_equal(np.delete(broken, 3, 0), np.delete(got, 3, 0))
+
+
+def test_the_gradient_of_tiles_is_that_of_the_reference():
+    x, weight, residual = draw(20, 64), draw(16, 64, seed=1, scale=0.1), draw(20, 16, seed=2)
+
+    def total(run, *operands):
+        return jnp.sum(jnp.sin(run(*operands).astype(jnp.float32)))
+
+    tiled = functools.partial(tiled_triton.linear_add, interpret=True)
+    found, wanted = (
+        jax.jit(jax.grad(functools.partial(total, run), (0, 1, 2)))(x, weight, residual)
+        for run in (tiled, reference.linear_add)
+    )
+    for own, other in zip(found, wanted, strict=True):
+        assert relative_error(own, np.asarray(other, np.float64)) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": jnp.float32}, "the dtype of x is float32"),
+        ({"rows": 257}, "x has 257 rows, wanted 1 to 256"),
+        ({"width": 96}, "rows of x hold 96 numbers"),
+        ({"width": 4096}, "rows of x hold 4096 numbers"),
+        ({"outputs": 24}, "weight has 24 rows, wanted a multiple of 16"),
+        ({"outputs": 0}, "weight has 0 rows"),
+    ],
+)
+def test_tiles_say_what_they_do_not_support(change, says):
+    sizes = {"dtype": jnp.bfloat16, "rows": 20, "width": 64, "outputs": 32} | change
+    x = jax.ShapeDtypeStruct((sizes["rows"], sizes["width"]), sizes["dtype"])
+    weight = jax.ShapeDtypeStruct((sizes["outputs"], sizes["width"]), jnp.bfloat16)
+    assert says in (tiled_triton.unsupported(x, weight) or "")
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
     shape = SHAPES[name]
     x = jnp.zeros((shape.rows, shape.width), jnp.bfloat16)
     weight = jnp.zeros((shape.outputs, shape.width), jnp.bfloat16)
     gated = shape.kind == "gated"
-    assert pallas_triton.unsupported(x, weight, gated) is None
+    kernel = pallas_triton if shape.rows <= pallas_triton.ROWS else tiled_triton
     if shape.kind == "add":
         residual = jnp.zeros((shape.rows, shape.outputs), jnp.bfloat16)
-        text = lowered_for_hopper(pallas_triton.linear_add, x, weight, residual)
+        assert kernel.unsupported(x, weight) is None
+        text = lowered_for_hopper(kernel.linear_add, x, weight, residual)
     else:
+        assert pallas_triton.unsupported(x, weight, gated) is None
         text = lowered_for_hopper(
             lambda *case: pallas_triton.rms_linear(*case, EPS, gated), x, x[0], weight
         )
