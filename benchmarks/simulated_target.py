@@ -231,8 +231,8 @@ class Sweep:
         shapes = tuple(shape for shape in prepared.steps if shape is not None)
         costs = jax.device_get(prepared.tables)
         choice = ShapeChoice(users, any_step)
-        everyone, unlimited = range(users), np.iinfo(np.int32).max
-        for slot in everyone:
+        everyone, unlimited = np.arange(users), np.iinfo(np.int32).max
+        for slot in range(users):
             choice.begin(slot, unlimited, self.rows)
         rows = jnp.full(users, self.rows, jnp.int32)
         reports: list[Report] = []

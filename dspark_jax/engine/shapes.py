@@ -60,7 +60,7 @@ def paying_shapes(
         depths: as in `every_shape`.
     """
     shapes = [_not_too_deep(shape, batch, depths, costs) for shape in shapes]
-    seconds = [np.mean(_seconds(shape, batch, costs)) for shape in shapes]
+    seconds = _seconds(tuple(shapes), batch, costs).mean(axis=0)
     kept = [len(shapes) - 1]
     for index in range(len(shapes) - 2, 0, -1):
         if seconds[index] <= (1 - LEAST_SAVING) * seconds[kept[0]]:
@@ -71,21 +71,25 @@ def paying_shapes(
 def _not_too_deep(shape: Shape, batch: int, depths: Sequence[int], costs: CostTables) -> Shape:
     """The shape, shallower where what it walks beyond an even share is dear."""
 
-    def seconds(depth: int) -> float:
-        return float(np.mean(_seconds(Shape(depth, shape.rows), batch, costs)))
-
     even = -(-(shape.rows - batch) // batch)
-    walked = [depth for depth in depths if even <= depth <= shape.depth]
-    paid = [depth for depth in walked if seconds(depth) <= (1 + DEAREST_WALK) * seconds(walked[0])]
-    return Shape(paid[-1], shape.rows) if paid else shape
+    walked = tuple(Shape(depth, shape.rows) for depth in depths if even <= depth <= shape.depth)
+    if not walked:
+        return shape
+    seconds = _seconds(walked, batch, costs).mean(axis=0)
+    return walked[np.flatnonzero(seconds <= (1 + DEAREST_WALK) * seconds[0])[-1]]
 
 
-def _seconds(shape: Shape, batch: int, costs: CostTables) -> np.ndarray:
-    """``[C]`` seconds of a step of ``batch`` lanes at each context of the table."""
-    verify = np.asarray(costs.verify)[:, shape.rows]
-    if not shape.depth:
-        return verify
-    return verify + np.asarray(costs.draft)[:, batch] * np.asarray(costs.walk)[shape.depth - 1]
+def _seconds(shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> np.ndarray:
+    """``[C, n]`` seconds of steps of ``batch`` lanes at each context of the table."""
+    depth, rows = _columns(shapes)
+    walk = np.asarray(costs.walk)[depth - 1] * (depth > 0)
+    return np.asarray(costs.verify)[:, rows] + np.asarray(costs.draft)[:, batch, None] * walk
+
+
+@functools.cache
+def _columns(shapes: tuple[Shape, ...]) -> np.ndarray:
+    """``[2, n]`` depths and rows."""
+    return np.array([(shape.depth, shape.rows) for shape in shapes]).T
 
 
 AGING_RATE = 1 / 256
@@ -99,10 +103,6 @@ UNDRAFTED_AGING_RATE = 1 / 1024
 
 TYPICAL_RATE = 0.05
 """Weight of a step's mean confidences in those that a new request begins with."""
-
-
-LEVELS = 128
-"""Survivals are told apart this finely when the best of thousands are added up."""
 
 
 @dataclasses.dataclass
@@ -139,7 +139,6 @@ class ShapeChoice:
         self._step = step
         self._held: deque[_Measured] = deque()
         self._last: dict[tuple[Shape, ...], int] = {}
-        self._priced: dict[tuple[tuple[Shape, ...], int], tuple[CostTables, np.ndarray]] = {}
         # tokens a second and request of decoding without prompts
         self._pace = 0.0
 
@@ -171,8 +170,8 @@ class ShapeChoice:
             report: on the host.
             room, rows: as in `begin`, after the dispatch.
         """
-        index, lane = _whole(slots), _whole(lanes)
-        self._room[index], self._rows[index] = _whole(room), _whole(rows)
+        index, lane = np.asarray(slots, int), np.asarray(lanes, int)
+        self._room[index], self._rows[index] = room, rows
         decision = report.outcome.decision
         assert decision is not None, "only modes that draft have shapes"
         count = np.asarray(report.outcome.count)
@@ -208,11 +207,11 @@ class ShapeChoice:
             weight = np.maximum(1.0 - (1.0 - TYPICAL_RATE) ** steps, first)
             self._typical[:depth] += weight * (mean - self._typical[:depth])
             self._measured[:depth] += steps
-        known = self._known.take(slots, axis=1)
+        known = self._known.take(slots, axis=1, mode="clip")
         if depth:
             kept, weight = _running(taken, self._step.smoothing)
             known[:depth] *= kept[lanes]
-            known[:depth] += (weight * confidence).sum(axis=1).take(lanes, axis=1)
+            known[:depth] += (weight * confidence).sum(axis=1).take(lanes, axis=1, mode="clip")
         if depth < len(known):
             aging = AGING_RATE if depth else UNDRAFTED_AGING_RATE
             self._typical[depth:] = _aged(self._typical[depth:], steps, aging)
@@ -243,17 +242,19 @@ class ShapeChoice:
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
-        index = _whole(slots)
-        users, room = len(index), self._room[index]
-        survival = self._known.take(index, axis=1)
+        index = np.asarray(slots, int)
+        users, room = len(index), self._room.take(index)
+        # that the slots exist has been seen: to look again takes as long as to copy
+        survival = self._known.take(index, axis=1, mode="clip")
         for before, column in itertools.pairwise(survival):
             column *= before
         if room.min() <= len(survival):
             survival *= room > np.arange(1, len(survival) + 1)[:, None]
 
-        prices = self._prices(shapes, batch, costs)
-        seconds = np.maximum(_at(float(self._rows[index].sum()), costs.contexts, prices), least)
-        tokens = users + _best_sums(survival, shapes, users)
+        prices = _seconds(shapes, batch, costs)
+        seconds = _at(float(self._rows.take(index).sum()), costs.contexts, prices)
+        seconds = np.maximum(seconds, least)
+        tokens = users + _best_sums(survival, shapes)
         promised = tokens / seconds
         if prefilling and self._pace:
             pace = self._pace * (users + prefilling)
@@ -267,21 +268,6 @@ class ShapeChoice:
             self._pace = float(promised[last]) / users
         return shapes[last]
 
-    def _prices(self, shapes: tuple[Shape, ...], batch: int, costs: CostTables) -> np.ndarray:
-        """``[C, n]`` seconds of the shapes at each context of the table."""
-        known = self._priced.get((shapes, batch))
-        if known is None or known[0] is not costs:
-            prices = np.stack([_seconds(shape, batch, costs) for shape in shapes], axis=1)
-            known = self._priced[shapes, batch] = costs, prices
-        return known[1]
-
-
-def _whole(values: Whole) -> np.ndarray:
-    """An array of them; an iterator is read twice as fast as a list."""
-    if isinstance(values, np.ndarray):
-        return values
-    return np.fromiter(values, np.int64, len(values))
-
 
 def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
     """Weights ``[L]`` of what was known and ``[n, L]`` of each step in a running mean.
@@ -289,15 +275,11 @@ def _running(taken: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
     Args:
         taken: ``[n, L]`` the steps that count.
     """
-    later = taken[::-1].cumsum(axis=0)[::-1] - taken
-    weight = _fading(rate, len(taken))[later] * taken
-    return 1.0 - weight.sum(axis=0), weight
-
-
-@functools.cache
-def _fading(rate: float, steps: int) -> np.ndarray:
-    """Weight in a running mean of what none, one, two, ... of so many steps came after."""
-    return (rate * (1.0 - rate) ** np.arange(steps + 1)).astype(np.float32)
+    known, weights = np.ones(taken.shape[1], np.float32), np.empty(taken.shape, np.float32)
+    for step, weight in zip(taken[::-1], weights[::-1], strict=True):
+        np.multiply(known, step * np.float32(rate), out=weight)
+        known -= weight
+    return known, weights
 
 
 def _aged(known: np.ndarray, steps: Any, rate: float) -> np.ndarray:
@@ -305,33 +287,16 @@ def _aged(known: np.ndarray, steps: Any, rate: float) -> np.ndarray:
     return 1.0 - (1.0 - known) * (1.0 - rate) ** steps
 
 
-def _best_sums(survival: np.ndarray, shapes: Sequence[Shape], users: int) -> np.ndarray:
-    """``[n]`` sums of the largest survivals that each shape has room for, to within a level.
-
-    Args:
-        survival: ``[G, N]``.
-        users: anchors that take room too.
-    """
-    depths = len(survival)
-    level = (survival * (LEVELS - 1)).astype(np.intp)
-    level += (np.arange(depths) * LEVELS)[:, None]
-    level, size = level.ravel(), depths * LEVELS
-    # how many and their sum by depth, the highest level first, and nothing before it
-    best = np.zeros((2, depths, LEVELS + 1))
-    for values, weight in zip(best, (None, survival.ravel()), strict=True):
-        found = np.bincount(level, weight, size).reshape(depths, LEVELS)
-        values[:, 1:] = found[:, ::-1]
-    count, total = best.cumsum(axis=1).cumsum(axis=2)
-    depth, rows = np.array([(shape.depth, shape.rows) for shape in shapes]).T
-    count, total = count[depth - 1], total[depth - 1]
-    # the level that fills the room, and the share of it that still fits
-    index, room = np.arange(len(shapes)), rows - users
-    last = np.minimum((count < room[:, None]).sum(axis=1), LEVELS)
-    before = np.maximum(last - 1, 0)
-    full, size = count[index, before], count[index, last] - count[index, before]
-    share = np.minimum((room - full) / np.maximum(size, 1), 1.0)
-    sums = total[index, before] + share * (total[index, last] - total[index, before])
-    return np.where(depth > 0, sums, 0.0)
+def _best_sums(survival: np.ndarray, shapes: tuple[Shape, ...]) -> np.ndarray:
+    """``[n]`` sums of the largest of ``[G, N]`` survivals that each shape has room for."""
+    sums = []
+    for shape in shapes:
+        drafts = survival[: shape.depth].ravel()
+        left = drafts.size + survival.shape[1] - shape.rows
+        if left > 0:
+            drafts = np.partition(drafts, left)[left:]
+        sums.append(drafts.sum())
+    return np.array(sums, float)
 
 
 def _at(x: float, points: Any, values: np.ndarray) -> Any:

@@ -131,16 +131,18 @@ def test_prompts_that_ride_along_make_no_draft_cheaper(a_row):
     assert choice.choose(shapes, BATCH, beside, [0], prefilling=BATCH) == shapes[0]
 
 
+@pytest.mark.parametrize("batch", [6, 1024])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_shape_promises_more_than_the_chosen_one(seed):
+def test_no_shape_promises_more_than_the_chosen_one(seed, batch):
     """Against the budget of the step, asked for the drafts that fit into each shape."""
     rng = np.random.default_rng(seed)
-    batch, known = 6, rng.uniform(0.2, 1.0, (6, DEPTH)).astype(np.float32)
+    known = rng.uniform(0.2, 1.0, (batch, DEPTH)).astype(np.float32)
     room = rng.integers(1, 12, batch)
     slots = np.flatnonzero(rng.random(batch) < 0.7)
     slots = slots if len(slots) else np.arange(1)
-    prices = costs(batch, a_row=float(rng.uniform(0, 0.1)), contexts=(0.0, 50.0))
-    shapes = every_shape((6, 12, 24, 36, 48), batch, DEPTHS)
+    a_row = float(rng.uniform(0, 0.6)) / batch
+    prices = costs(batch, a_row=a_row, contexts=(0.0, 50.0 * batch))
+    shapes = every_shape([batch * part for part in (1, 2, 4, 6, 8)], batch, DEPTHS)
     choice = choice_of(known)
     for slot in range(batch):
         choice._room[slot], choice._rows[slot] = room[slot], 3
@@ -152,7 +154,7 @@ def test_no_shape_promises_more_than_the_chosen_one(seed):
     for shape in shapes:
         usable = np.where(valid & (np.arange(DEPTH) < shape.depth), survival, 0.0)
         best = np.sort(usable, axis=None)[::-1][: shape.rows - len(slots)]
-        seconds = np.interp(3 * len(slots), (0, 50), prices.verify[:, shape.rows])
+        seconds = np.interp(3 * len(slots), prices.contexts, prices.verify[:, shape.rows])
         if shape.depth:
             seconds += 0.4 * prices.walk[shape.depth - 1]
         promised[shape] = (len(slots) + best.sum()) / seconds
@@ -214,6 +216,23 @@ def test_confidences_are_a_running_mean_and_what_is_not_walked_is_trusted_again_
     for _ in range(240):  # drafting is tried again later than a deeper walk
         choice.learn([0], [0], report(*[low] * 8, depth=0), [9], [9])
     assert 0.85 < choice._known[:, 0].min() < 0.9
+
+
+def test_a_mean_is_what_it_would_be_step_by_step_whoever_was_in_which_lane():
+    rng = np.random.default_rng(0)
+    slots, lanes = rng.permutation(6)[:4], rng.permutation(5)[:4]
+    measured = report(*rng.uniform(0.2, 1.0, (5, 5, 3)))
+    measured.outcome.count = rng.integers(0, 2, (5, 5))
+    choice = choice_of(np.full((6, 3), 0.4), smoothing=0.3)
+    wanted = choice._known.copy()
+    choice.learn(slots, lanes, measured, [9] * 4, [9] * 4)
+    for count, seen in zip(
+        measured.outcome.count, measured.outcome.decision.confidence, strict=True
+    ):
+        for slot, lane in zip(slots, lanes, strict=True):
+            if count[lane]:
+                wanted[:, slot] += 0.3 * (seen[lane] - wanted[:, slot])
+    np.testing.assert_allclose(choice._known, wanted, rtol=1e-5)
 
 
 def test_each_leg_of_a_dispatch_counts_as_deep_as_it_walked():
