@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ REPEATS = 5
 """Timings of a size; the table holds their median."""
 
 LEAST_SECONDS = 0.02
-"""A timing covers at least this long, so that the clock and the dispatch do not show."""
+"""A timing covers about this long, so that the clock and the dispatch do not show."""
 
 SHARES = (0.125, 0.5, 1.0)
 """Contexts measured: shares of the longest that every request can have."""
@@ -282,17 +283,9 @@ def _seconds_a_step(runs: Sequence[Callable[[State, Any], State]], state: State)
         state = jax.block_until_ready(run(state, jnp.int32(steps)))
         return time.perf_counter() - begin
 
-    counts = []
+    timed = []
     for run in runs:
         wall(run, 1)
-        counts.append(next(count for count in _doubling() if wall(run, count) > LEAST_SECONDS))
-    timed = list(zip(runs, counts, strict=True))
+        timed.append((run, max(1, math.ceil(LEAST_SECONDS / wall(run, 1)))))
     turns = [[wall(run, steps) / steps for run, steps in timed] for _ in range(REPEATS)]
     return [list(seconds) for seconds in zip(*turns, strict=True)]
-
-
-def _doubling() -> Iterator[int]:
-    count = 1
-    while True:
-        yield count
-        count *= 2
