@@ -144,11 +144,11 @@ class _Reader:
 
     def matrix(self, *names: str) -> jax.Array:
         """``x.weight`` of every name, one below the other."""
-        return jnp.asarray(self._stacked(*names))
+        return jax.device_put(self._stacked(*names))
 
     def exact(self, name: str) -> jax.Array:
         """A tensor in fp32, whatever the dtype of the rest."""
-        return jnp.asarray(read_plain(self._source, name).astype(np.float32))
+        return jax.device_put(read_plain(self._source, name).astype(np.float32))
 
     def mlp(self, prefix: str) -> Mlp:
         """A SwiGLU MLP."""
@@ -166,7 +166,7 @@ class _Reader:
                 if whole is None:
                     whole = np.empty((count, *one.shape), self._dtype)
                 whole[number] = one
-            return jnp.asarray(whole)
+            return jax.device_put(whole)
 
         return Experts(gate_up=filled("w1", "w3"), down=filled("w2"))
 

@@ -160,11 +160,11 @@ class Tensors:
     def matrix(self, *names: str) -> jax.Array:
         """``x.weight`` of every name, one below the other."""
         parts = [self._plain(f"{name}.weight").astype(self.dtype) for name in names]
-        return jnp.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return jax.device_put(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def exact(self, name: str) -> jax.Array:
         """A tensor in fp32, whatever the dtype of the rest."""
-        return jnp.asarray(self._plain(name).astype(np.float32))
+        return jax.device_put(self._plain(name).astype(np.float32))
 
     def table(self, name: str, limit: int) -> jax.Array:
         """A table of whole numbers from 0 to ``limit - 1``.
@@ -176,7 +176,7 @@ class Tensors:
         wrong = numbers[(numbers < 0) | (numbers >= limit)]
         if wrong.size:
             raise ValueError(f"{self._where}: {name} holds {wrong[0]}; wanted 0 to {limit - 1}")
-        return jnp.asarray(numbers.astype(np.int32))
+        return jax.device_put(numbers.astype(np.int32))
 
     def experts(self, prefix: str, count: int) -> Experts:
         """All routed experts of a layer, each array filled expert by expert."""
@@ -191,7 +191,7 @@ class Tensors:
             whole[0] = first
             for index in range(1, count):
                 whole[index] = expert(index, *parts)
-            return jnp.asarray(whole)
+            return jax.device_put(whole)
 
         return Experts(gate_up=stacked("w1", "w3"), down=stacked("w2"))
 

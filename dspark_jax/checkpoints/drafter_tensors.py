@@ -109,7 +109,7 @@ def read_weights(
     def read(*names: str) -> jax.Array:
         parts = [tensors.read(name) for name in names]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return jnp.asarray(whole if dtype is None else whole.astype(jnp.dtype(dtype)))
+        return jax.device_put(whole if dtype is None else whole.astype(jnp.dtype(dtype)))
 
     def read_if_wanted(name: str) -> jax.Array | None:
         return read(name) if name in wanted else None

@@ -205,7 +205,7 @@ def dense_weights(
 
     def read(*names: str) -> jax.Array:
         parts = [source.read(f"{name}.weight").astype(dtype) for name in names]
-        return jnp.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return jax.device_put(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def layer(index: int) -> DenseLayer:
         prefix = f"model.layers.{index}."

@@ -98,6 +98,7 @@ class State(flax.struct.PyTreeNode):
         return self.anchor.shape[0]
 
 
+@jax.jit
 def request_keys(seeds: Int[Array, "S"]) -> UInt32[Array, "S 2"]:
     """Key data of integer seeds."""
     return jax.vmap(lambda seed: jax.random.key_data(jax.random.key(seed)))(seeds)

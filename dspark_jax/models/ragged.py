@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -130,6 +131,8 @@ class Mixed:
         return jnp.concatenate(list(values))
 
 
+# jitted so that steps share its trace, and a call by itself is one program
+@jax.jit
 def rectangle(
     tokens: Int[Array, "A W"],
     start: Int[Array, "A"],

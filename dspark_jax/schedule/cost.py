@@ -24,10 +24,12 @@ and additive tables are read as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -125,6 +127,8 @@ class TierCosts:
         return np.interp(np.arange(1, block_size + 1), depths, np.maximum.accumulate(shares))
 
 
+# jitted, because every array by itself would be a program to compile
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def no_costs(slots: int, block_size: int) -> CostTables:
     """The tables of a session without measurements: everything valid gets verified."""
     return CostTables(
