@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,7 +55,8 @@ def pair():
     )
 
     def matrix(*shape, scale=1.0):
-        return jnp.asarray(scale * RANDOM.normal(size=shape) * shape[-1] ** -0.5, jnp.float32)
+        values = scale * RANDOM.normal(size=shape) * shape[-1] ** -0.5
+        return jax.device_put(values.astype(np.float32))
 
     layer = DrafterLayer(
         input_norm=jnp.ones(width),

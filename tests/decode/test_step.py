@@ -288,7 +288,7 @@ class SilentTarget(markov.MarkovTargetConfig):
 def test_steps_of_greedy_requests_ask_for_no_logits(change):
     weights, state, tables, config = watched(2.0, **change)
     config = dataclasses.replace(config, target=SilentTarget(8))
-    _, outcome = decode_step(weights, state, tables, config=config)
+    _, outcome = step(weights, state, tables, config=config)
     assert (outcome.count > 1).all()
     for reading in ({"sampled": True}, {"logprobs": 1}):
         asking = dataclasses.replace(config, **reading)

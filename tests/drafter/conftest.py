@@ -45,11 +45,15 @@ def make_drafter() -> Callable[..., Drafter]:
         config = dataclasses.replace(BASE, **changes)
         random = np.random.default_rng(0)
 
+        def put(values: np.ndarray) -> jax.Array:
+            # cast on the host, where no shape is a program to compile
+            return jax.device_put(values.astype(np.float32).astype(jnp.dtype(dtype)))
+
         def matrix(*shape: int) -> jax.Array:
-            return jnp.asarray(random.normal(size=shape) * shape[-1] ** -0.5, dtype)
+            return put(random.normal(size=shape) * shape[-1] ** -0.5)
 
         def norm(width: int) -> jax.Array:
-            return jnp.asarray(1 + 0.1 * random.normal(size=width), dtype)
+            return put(1 + 0.1 * random.normal(size=width))
 
         hidden, rank = config.hidden_size, config.markov_rank
         query = config.num_attention_heads * config.head_dim

@@ -213,10 +213,11 @@ def test_prompts_and_windows_share_a_pass():
         length=jnp.array([LENGTH, LENGTH, 0]),
         layers=jax.tree.map(lambda rows: rows.at[SCRAMBLED[2]].set(7.0), cache.layers),
     )
-    tokens = jnp.asarray(np.stack([TEXT[2, :LENGTH], TEXT[0, :LENGTH]]))
-    prompts = rectangle(tokens, jnp.array([0, 0]), jnp.array([LENGTH, 5]), jnp.array([2, SLOTS]))
+    tokens = np.stack([TEXT[2, :LENGTH], TEXT[0, :LENGTH]])
+    prompts = rectangle(tokens, np.array([0, 0]), np.array([LENGTH, 5]), np.array([2, SLOTS]))
     drafts = np.stack([TEXT[0, 9 : 9 + WIDTH], TEXT[1, 20 : 20 + WIDTH], TEXT[2, :WIDTH]])
-    windows = compact(jnp.asarray(drafts), jnp.array([9, 20, 0]), jnp.array([3, 8, 0]), 12)
+    pack = jax.jit(compact, static_argnums=3)
+    windows = pack(drafts, np.array([9, 20, 0]), np.array([3, 8, 0]), 12)
     hidden, _, after = forward(CONFIG, WEIGHTS, cache, Mixed((prompts, windows)))
     found = np.asarray(model.unembed(CONFIG, WEIGHTS, hidden))
     assert np.isfinite(found).all()

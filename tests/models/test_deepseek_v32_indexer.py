@@ -31,9 +31,10 @@ POSITION = np.concatenate(
 
 
 def batch():
-    tokens = jnp.zeros((1, PROMPT), jnp.int32)
-    prompt = rectangle(tokens, jnp.array([60]), jnp.array([PROMPT]), jnp.array([2]))
-    windows = compact(jnp.zeros((SLOTS, 4), jnp.int32), jnp.array(START), jnp.array(WINDOW), 12)
+    tokens = np.zeros((1, PROMPT), np.int32)
+    prompt = rectangle(tokens, *np.array([[60], [PROMPT], [2]], np.int32))
+    pack = jax.jit(compact, static_argnums=3)
+    windows = pack(np.zeros((SLOTS, 4), np.int32), START, WINDOW, 12)
     return Mixed((prompt, windows))
 
 
@@ -42,7 +43,9 @@ def test_rows_chosen_of_ragged_batches_full_of_ties(indexer_as):
     config = dataclasses.replace(
         target.config, index_n_heads=HEADS, index_head_dim=WIDTH, index_topk=COUNT
     )
-    indexer = target.weights.layers[0].attention.indexer.replace(head_weight=jnp.eye(HEADS))
+    indexer = target.weights.layers[0].attention.indexer.replace(
+        head_weight=np.eye(HEADS, dtype=np.float32)
+    )
     random = np.random.default_rng(11)
     packed = batch()
     rows = packed.tokens.shape[0]
@@ -59,7 +62,7 @@ def test_rows_chosen_of_ragged_batches_full_of_ties(indexer_as):
         return choose_rows(config, indexer, keys, places, weight, query, unturned)
 
     half = jnp.bfloat16
-    chosen, margin = map(np.asarray, run(jnp.asarray(keys, half), jnp.asarray(query, half), weight))
+    chosen, margin = map(np.asarray, run(keys.astype(half), query.astype(half), weight))
     tied = 0
     for row, (slot, position) in enumerate(zip(SLOT, POSITION, strict=True)):
         own = np.where(TABLE[slot, :, None, None] >= 0, keys[TABLE[slot]], 0).reshape(-1, WIDTH)

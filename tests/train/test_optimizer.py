@@ -25,9 +25,9 @@ def test_short_runs_have_finite_rates(steps):
 def test_gradients_are_clipped_and_weights_do_not_decay():
     optimizer = clipped_optimizer(optax.constant_schedule(0.1))
     weights = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([7.0])}
-    state = optimizer.init(weights)
+    state = jax.jit(optimizer.init)(weights)
     big = {"a": jnp.array([300.0, 400.0]), "b": jnp.array([0.0])}
-    updates, state = optimizer.update(big, state, weights)
+    updates, state = jax.jit(optimizer.update)(big, state, weights)
     moments = optax.tree.get(state, "mu")
     np.testing.assert_allclose(moments["a"], [0.06, 0.08], rtol=1e-5)
     assert updates["b"] == 0

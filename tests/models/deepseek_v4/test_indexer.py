@@ -23,7 +23,8 @@ def test_entries_chosen_of_ragged_batches_full_of_ties(toy, indexer_as):
         toy.config, index_n_heads=HEADS, index_head_dim=WIDTH, index_topk=COUNT
     )
     rows, random = 24, np.random.default_rng(12)
-    cache = model.init_cache(config, SLOTS, CAPACITY, jnp.bfloat16)
+    start = jax.jit(model.init_cache, static_argnums=(0, 1, 2, 3))
+    cache = start(config, SLOTS, CAPACITY, jnp.bfloat16)
     pages, size, _ = cache.layers[0].index.entries.shape
     columns = cache.table.shape[1]
     table = random.permutation(pages).reshape(SLOTS, columns).astype(np.int32)
@@ -33,10 +34,10 @@ def test_entries_chosen_of_ragged_batches_full_of_ties(toy, indexer_as):
     low = random.integers(0, 2, (rows, 16)).astype(np.float32)
     weight = random.integers(-2, 4, (rows, HEADS)).astype(np.float32)
     indexer = toy.weights.layers[0].attention.indexer.replace(
-        query=jnp.asarray(matrix, jnp.bfloat16), head_weight=jnp.eye(HEADS, dtype=jnp.bfloat16)
+        query=matrix.astype(jnp.bfloat16), head_weight=np.eye(HEADS, dtype=jnp.bfloat16)
     )
-    packed = compact(
-        jnp.zeros((SLOTS, 12), jnp.int32), jnp.asarray(START), jnp.asarray(WINDOW), rows
+    packed = jax.jit(compact, static_argnums=3)(
+        np.zeros((SLOTS, 12), np.int32), START, WINDOW, rows
     )
 
     @jax.jit
@@ -48,7 +49,7 @@ def test_entries_chosen_of_ragged_batches_full_of_ties(toy, indexer_as):
         plan = plan.replace(turn=(plan.turn[0], (jnp.ones_like(cosine), jnp.zeros_like(sine))))
         return choose_entries(config, indexer, keys, plan, weight, low)
 
-    chosen = np.asarray(run(*(jnp.asarray(value, jnp.bfloat16) for value in (keys, weight, low))))
+    chosen = np.asarray(run(*(value.astype(jnp.bfloat16) for value in (keys, weight, low))))
     query = (low @ matrix.T).reshape(rows, HEADS, WIDTH)
     row = tied = 0
     for slot, (start, count) in enumerate(zip(START, WINDOW, strict=True)):

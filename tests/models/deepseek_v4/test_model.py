@@ -13,6 +13,7 @@ from dspark_jax.models.pages import PagePool
 from dspark_jax.models.ragged import Mixed, compact
 
 TOLERANCE = 1e-4
+pack = jax.jit(compact, static_argnums=3)
 
 
 def largest_error(found, wanted):
@@ -99,14 +100,17 @@ def test_slots_may_come_in_any_order(toy, texts, wanted):
 def test_the_next_owner_of_a_slot_sees_nothing_of_the_last_one(toy, texts, wanted):
     _, cache = toy.prefill(texts[::-1, :24], toy.cache(2))
     # a request that broke leaves NaN behind
-    poisoned = jax.tree.map(lambda rows: jnp.where(rows == 0, rows, jnp.nan), cache.layers)
-    cache = cache.replace(layers=poisoned, length=jnp.zeros(2, jnp.int32))
+    layers = jax.device_get(cache.layers)
+    poisoned = jax.tree.map(lambda rows: np.where(rows == 0, rows, np.nan), layers)
+    cache = cache.replace(layers=poisoned, length=np.zeros(2, np.int32))
     assert largest_error(in_windows(toy, texts[:, :24], cache), wanted[:, :24]) < TOLERANCE
 
 
 def test_a_broken_request_does_not_reach_its_neighbour(toy, texts, wanted):
     _, cache = toy.prefill(texts[:, :24], toy.cache(2))
-    broken = jax.tree.map(lambda rows: rows.at[0].set(jnp.nan), cache.layers)
+    broken = jax.tree.map(np.array, cache.layers)
+    for rows in jax.tree.leaves(broken):
+        rows[0] = np.nan
     window, start = texts[:, 24:32], np.full(2, 24, np.int32)
     logits, _ = toy.verify(cache.replace(layers=broken), window, start, np.array([8, 8], np.int32))
     assert np.isnan(logits[0]).all()
@@ -126,20 +130,21 @@ def test_pages_may_lie_anywhere_in_their_pools(toy, texts, wanted):
     cache = toy.cache(2)
     assert cache.table.shape == (2, 4)
     cache = cache.replace(
-        layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.layers),
-        ring_table=jnp.array([[1], [0]]),
-        table=jnp.array([[6, 1, 3, -1], [2, 7, 0, 5]]),
+        layers=jax.tree.map(lambda pool: np.full_like(pool, np.nan), cache.layers),
+        ring_table=np.array([[1], [0]], np.int32),
+        table=np.array([[6, 1, 3, -1], [2, 7, 0, 5]], np.int32),
     )
     assert largest_error(in_windows(toy, texts, cache), wanted) < TOLERANCE
 
 
 def test_pieces_of_a_prompt_and_windows_share_a_batch(toy, texts, wanted):
     """A text in pieces that lap its rings, beside drafts, in pages smaller than an entry."""
-    cache = model.init_pages(toy.config, 2, PagePool(40, 4, 16), jnp.float32)
+    start = jax.jit(model.init_pages, static_argnums=(0, 1, 2, 3))
+    cache = start(toy.config, 2, PagePool(40, 4, 16), jnp.float32)
     pages = np.random.default_rng(4).permutation(40)[:32].reshape(2, 16)
     cache = cache.replace(
-        layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.layers),
-        table=jnp.asarray(pages, jnp.int32),
+        layers=jax.tree.map(lambda pool: np.full_like(pool, np.nan), cache.layers),
+        table=pages.astype(np.int32),
     )
 
     def check(cache, pieces, windows):
@@ -152,7 +157,7 @@ def test_pieces_of_a_prompt_and_windows_share_a_batch(toy, texts, wanted):
         )
         begin, count = np.array(windows, np.int32).T
         drafts = np.stack([texts[slot, at : at + 8] for slot, at in enumerate(begin)])
-        verified = compact(jnp.asarray(drafts), jnp.asarray(begin), jnp.asarray(count), 16)
+        verified = pack(drafts, begin, count, 16)
         logits, cache = toy.run(cache, Mixed((prompts, verified)))
         read, said = (np.asarray(part) for part in jnp.split(logits, [24]))
         for (slot, start), found in zip(pieces, read.reshape(3, 8, -1), strict=False):
