@@ -1,7 +1,6 @@
-"""Settings of the whole suite: exact fp32 products, quick compilation, a cache of its results."""
+"""Settings of the whole suite: exact fp32 products, quick compilation, rare garbage collection."""
 
 import gc
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -20,21 +19,10 @@ if QUICK_TO_COMPILE not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
 
 
-JOBS = ("train", "cli")
-"""Folders whose tests run jobs, which compile the same programs again and again. Elsewhere hardly
-a program comes twice, and to keep one costs a tenth of its compilation; who wants all of them for
-the next run sets JAX_COMPILATION_CACHE_DIR."""
-KEEPS_JOBS_ALONE = pytest.StashKey[bool]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     # tracebacks of every operation, of which no test reads one
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    cache = getattr(config, "cache", None)
-    if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
-        config.stash[KEEPS_JOBS_ALONE] = True
 
 
 def collect_garbage() -> None:
@@ -48,7 +36,7 @@ def collect_garbage() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.set_threshold(20_000, 20, 100)
+    gc.set_threshold(200_000, 20, 100)
     collect_garbage()
 
 
@@ -64,9 +52,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     quick = jax.default_backend() == "cpu" and item.get_closest_marker("optimized") is None
     jax.config.update("jax_disable_most_optimizations", quick)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
-    if item.config.stash.get(KEEPS_JOBS_ALONE, False):
-        least = 0.1 if item.path.parent.name in JOBS else math.inf
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

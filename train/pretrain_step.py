@@ -77,13 +77,22 @@ def optimizer_of(config: PretrainConfig) -> tuple[optax.GradientTransformation, 
 
 def initial_state(config: PretrainConfig, learnt: PyTree) -> PretrainState:
     """The state before the first step, on the run's mesh."""
+    leaves, structure = jax.tree.flatten(learnt)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return _maker(compiled_part(config), structure, shapes)(learnt)
+
+
+# kept, as a run that resumes begins like one that does not
+@functools.lru_cache(maxsize=4)
+def _maker(config: PretrainConfig, structure: Any, shapes: tuple) -> Any:
+    """A jitted function from weights of these shapes to the state before any step."""
 
     def make(learnt: Any) -> PretrainState:
         masters: Any = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), learnt)
         return PretrainState(masters, optimizer_of(config)[0].init(masters), jnp.int32(0))
 
-    shardings = state_shardings(config, jax.eval_shape(make, learnt))
-    return jax.jit(make, out_shardings=shardings)(learnt)
+    state = jax.eval_shape(make, jax.tree.unflatten(structure, shapes))
+    return jax.jit(make, out_shardings=state_shardings(config, state))
 
 
 def state_shardings(config: PretrainConfig, state: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -68,6 +69,15 @@ def initial_state(config: TrainConfig, drafter: Any, existing: Any = None) -> Tr
 
     It begins with the weights ``existing``, if given; what they lack is new.
     """
+    leaves, structure = jax.tree.flatten(existing)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return _maker(compiled_part(config), drafter, structure, shapes)(existing)
+
+
+# kept, as a run that resumes begins like one that does not
+@functools.lru_cache(maxsize=4)
+def _maker(config: TrainConfig, drafter: Any, structure: Any, shapes: tuple) -> Any:
+    """A jitted function from existing weights of these shapes to the state before any step."""
 
     def make(existing: Any) -> TrainState:
         weights_key, anchor_key = jax.random.split(jax.random.key(config.training.seed))
@@ -81,8 +91,8 @@ def initial_state(config: TrainConfig, drafter: Any, existing: Any = None) -> Tr
             key=jax.random.key_data(anchor_key),
         )
 
-    shardings = state_shardings(config, drafter, jax.eval_shape(make, existing))
-    return jax.jit(make, out_shardings=shardings)(existing)
+    state = jax.eval_shape(make, jax.tree.unflatten(structure, shapes))
+    return jax.jit(make, out_shardings=state_shardings(config, drafter, state))
 
 
 def state_shardings(config: TrainConfig, drafter: Any, state: Any) -> Any:
