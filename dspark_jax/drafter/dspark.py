@@ -19,14 +19,9 @@ from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.weights import ContextCache, DrafterLayer, DrafterWeights
 from dspark_jax.models.layers import linear
 from dspark_jax.models.pages import PagePool, place
-from pallas_kernels.best_linear import avoids_logits
 from pallas_kernels.paged_attention.reference import rows_of
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.row_linear import rms_linear
-
-LOGIT_BYTES = 40
-"""What passes through memory for a draft's logit, base and bias and argmax, at 4.3 TB/s: a block of
-7 of 49152 columns took 3.4 us a request on an H200."""
 
 
 def init_context(config: DrafterConfig, slots: int, capacity: int, dtype: Any) -> ContextCache:
@@ -168,19 +163,9 @@ def walk(
 
 
 def walks_without_logits(weights: DrafterWeights, head: Float[Array, "V D"], slots: int) -> bool:
-    """Whether greedy requests are walked by `best_position`.
-
-    That reads the head once a position and not once a block: it pays where a column of the head
-    has no more bytes than the requests' logits cost.
-    """
-    matrix = _head(weights, head)
-    x = jax.ShapeDtypeStruct((slots, matrix.shape[1]), matrix.dtype)
-    low_rank = None
-    if weights.markov is not None:
-        w2 = weights.markov.w2
-        low_rank = jax.ShapeDtypeStruct((slots, w2.shape[1]), w2.dtype), w2
-    pays = slots * LOGIT_BYTES >= matrix.shape[1] * matrix.dtype.itemsize
-    return pays and avoids_logits(x, matrix, low_rank)
+    """Whether greedy requests are walked by `best_position`."""
+    w2 = None if weights.markov is None else weights.markov.w2
+    return heads.walks_without_logits(_head(weights, head), w2, slots)
 
 
 def best_position(

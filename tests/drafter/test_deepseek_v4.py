@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -15,8 +16,9 @@ from dspark_jax.checkpoints.drafter import load_drafter
 from dspark_jax.checkpoints.resolve import load_target
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.draft import draft
 from dspark_jax.decode.session import Generator
-from dspark_jax.decode.state import make_requests
+from dspark_jax.decode.state import init_state, make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.drafter.deepseek_v4 import dspark
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
@@ -168,6 +170,42 @@ def test_the_confidence_reads_the_hidden_state_before_its_norm_and_the_previous_
         for scale in (1.0, 2.0)
     )
     np.testing.assert_allclose(once, twice, atol=1e-4)
+
+
+def test_greedy_drafts_are_the_same_where_no_logits_are_written(target, drafter, monkeypatch):
+    config = StepConfig(target.config, drafter.config, "static", sampled=False, filtered=False)
+    weights = Weights(target.weights, drafter.weights)
+    state = init_state(config, slots=9, capacity=8, max_tokens=8, dtype=jnp.float32)
+    state = state.replace(anchor=jnp.arange(9, dtype=jnp.int32))
+
+    def run():
+        return jax.jit(lambda: draft.__wrapped__(weights, state, None, 4, config=config))()
+
+    plain = run()
+    monkeypatch.setattr(dspark, "walks_without_logits", lambda *_: True)
+    monkeypatch.delattr(dspark, "base_logits")
+    silent = run()
+    assert len(np.unique(plain.tokens)) > 9
+    np.testing.assert_array_equal(silent.tokens, plain.tokens)
+    np.testing.assert_allclose(silent.confidence, plain.confidence, rtol=1e-6)
+    assert silent.scores is None
+
+
+def test_many_greedy_requests_walk_without_logits_where_the_kernel_runs(monkeypatch):
+    """At the widths of V4-Flash."""
+    monkeypatch.setattr("pallas_kernels.best_linear.api.missing_hopper", lambda: None)
+
+    def of(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def walks(slots, head, w2):
+        return dspark.walks_without_logits(types.SimpleNamespace(markov_w2=w2), head, slots)
+
+    head, w2 = of(129280, 4096), of(129280, 256)
+    assert walks(205, head, w2)
+    assert not walks(204, head, w2)
+    assert not walks(205, of(129280, 4096, dtype=jnp.float32), w2)
+    assert not walks(205, head, of(129280, 40))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dspark_jax.drafter import heads
 from dspark_jax.drafter.deepseek_v4.config import DeepseekV4DrafterConfig
 from dspark_jax.drafter.deepseek_v4.weights import DeepseekV4DrafterWeights, RingContext
 from dspark_jax.models.deepseek_rope import Phases
@@ -24,6 +25,7 @@ from dspark_jax.models.deepseek_v4.rope import phases
 from dspark_jax.models.deepseek_v4.weights import Layer
 from dspark_jax.models.layers import linear, rms_norm
 from dspark_jax.models.pages import PagePool, contiguous, locate
+from pallas_kernels.best_linear import best_linear
 from pallas_kernels.sparse_mla import Selection, sparse_mla
 
 BESIDE_PAGES = "rings of context rows"
@@ -124,8 +126,17 @@ def base_logits(
     hidden: Float[Array, "S C D"],
 ) -> Float[Array, "S C V"]:
     """fp32 logits of the backbone through the final norm and the target's head."""
-    normed = rms_norm(hidden, weights.norm, config.target.rms_norm_eps)
-    return linear(normed.astype(head.dtype), head, jnp.float32)
+    return linear(_normed(config, weights, head, hidden), head, jnp.float32)
+
+
+def _normed(
+    config: DeepseekV4DrafterConfig,
+    weights: DeepseekV4DrafterWeights,
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "*B D"],
+) -> Float[Array, "*B D"]:
+    """What the head is applied to."""
+    return rms_norm(hidden, weights.norm, config.target.rms_norm_eps).astype(head.dtype)
 
 
 def start_walk(
@@ -145,8 +156,36 @@ def walk(
     """One position: fp32 logit bias W2 e and confidence logit w . [hidden; e], e = W1[previous]."""
     embedding = jnp.take(weights.markov_w1, previous, axis=0)
     bias = linear(embedding, weights.markov_w2, jnp.float32)
+    return bias, _confidence(weights, hidden, embedding), None
+
+
+def walks_without_logits(
+    weights: DeepseekV4DrafterWeights, head: Float[Array, "V D"], slots: int
+) -> bool:
+    """Whether greedy requests are walked by `best_position`."""
+    return heads.walks_without_logits(head, weights.markov_w2, slots)
+
+
+def best_position(
+    config: DeepseekV4DrafterConfig,
+    weights: DeepseekV4DrafterWeights,
+    head: Float[Array, "V D"],
+    state: None,
+    hidden: Float[Array, "S D"],
+    previous: Int[Array, "S"],
+) -> tuple[Int[Array, "S"], Float[Array, "S"], None]:
+    """One position of greedy requests: best column and confidence logit."""
+    embedding = jnp.take(weights.markov_w1, previous, axis=0)
+    normed = _normed(config, weights, head, hidden)
+    column, _ = best_linear(normed, head, (embedding, weights.markov_w2))
+    return column, _confidence(weights, hidden, embedding), None
+
+
+def _confidence(
+    weights: DeepseekV4DrafterWeights, hidden: Float[Array, "S D"], embedding: Float[Array, "S R"]
+) -> Float[Array, "S"]:
     seen = jnp.concatenate([hidden.astype(jnp.float32), embedding.astype(jnp.float32)], axis=-1)
-    return bias, jnp.sum(seen * weights.confidence, axis=-1), None
+    return jnp.sum(seen * weights.confidence, axis=-1)
 
 
 def to_target_ids(
