@@ -39,6 +39,10 @@ def shallow(make_pair):
 
 
 run_steps = jax.jit(loop.run_steps, static_argnames="config", donate_argnums=1)
+admit = jax.jit(loop.admit)
+new_state = jax.jit(
+    init_state, static_argnames=("config", "slots", "capacity", "max_tokens", "dtype")
+)
 
 
 def step_config(pair, mode, slots, sampled, **changes):
@@ -56,15 +60,15 @@ def step_config(pair, mode, slots, sampled, **changes):
 
 def started(pair, config, slots):
     """A state in which every slot decodes."""
-    state = init_state(config, slots=slots, capacity=100, max_tokens=32, dtype=jnp.float32)
+    state = new_state(config, slots=slots, capacity=100, max_tokens=32, dtype=jnp.float32)
     requests = make_requests(
         slots,
         temperature=0.8 if config.sampled else 0.0,
         max_new_tokens=32,
         context=100,
     )
-    every = jnp.arange(slots, dtype=jnp.int32)
-    return loop.admit(state, every, 3 + every, requests)
+    every = np.arange(slots, dtype=np.int32)
+    return admit(state, every, 3 + every, requests)
 
 
 def costs(pair, slots):

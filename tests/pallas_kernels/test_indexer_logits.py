@@ -99,16 +99,24 @@ def test_the_kernel_lowers_for_hopper(lowered_for_hopper, name):
 @pytest.mark.parametrize(
     ("query", "keys", "says"),
     [
-        (jnp.zeros((2, 16, 32)), jnp.zeros((1, 4, 32), jnp.bfloat16), "dtype of query is float32"),
-        (jnp.zeros((2, 16, 32), jnp.bfloat16), jnp.zeros((1, 4, 32)), "dtype of keys is float32"),
         (
-            jnp.zeros((2, 4, 32), jnp.bfloat16),
-            jnp.zeros((1, 4, 32), jnp.bfloat16),
+            np.zeros((2, 16, 32), np.float32),
+            np.zeros((1, 4, 32), jnp.bfloat16),
+            "dtype of query is float32",
+        ),
+        (
+            np.zeros((2, 16, 32), jnp.bfloat16),
+            np.zeros((1, 4, 32), np.float32),
+            "dtype of keys is float32",
+        ),
+        (
+            np.zeros((2, 4, 32), jnp.bfloat16),
+            np.zeros((1, 4, 32), jnp.bfloat16),
             "heads J is 4, wanted one of 16, 32, 64, 128",
         ),
         (
-            jnp.zeros((2, 16, 48), jnp.bfloat16),
-            jnp.zeros((1, 4, 48), jnp.bfloat16),
+            np.zeros((2, 16, 48), jnp.bfloat16),
+            np.zeros((1, 4, 48), jnp.bfloat16),
             "key width I is 48",
         ),
     ],

@@ -57,7 +57,9 @@ def interpreted() -> Iterator[Attend]:
 def queries(tokens: int, width: int = WIDTH, heads: int = HEADS) -> jax.Array:
     rng = np.random.default_rng(tokens)
     # Scores of variance 4: some keys matter more than others.
-    return jnp.asarray(rng.standard_normal((tokens, heads, width), np.float32) * 2, jnp.bfloat16)
+    values = rng.standard_normal((tokens, heads, width), np.float32) * 2
+    # rounded on the host, where no shape is a program to compile
+    return jax.device_put(values.astype(jnp.bfloat16))
 
 
 def selection(lists, lengths=None, *, pages=12, page=24, width=WIDTH, seed=1) -> Selection:
@@ -68,11 +70,12 @@ def selection(lists, lengths=None, *, pages=12, page=24, width=WIDTH, seed=1) ->
     named = np.concatenate([ids[: max(n, 0)] for ids, n in zip(lists, counted, strict=True)])
     named = named[(named >= 0) & (named < len(pool))]
     pool[np.setdiff1d(np.arange(len(pool)), named)] = np.nan
-    return Selection(
-        jnp.asarray(pool.reshape(pages, page, width), jnp.bfloat16),
-        jnp.asarray(lists, jnp.int32),
-        None if lengths is None else jnp.asarray(lengths, jnp.int32),
+    chosen = Selection(
+        pool.reshape(pages, page, width).astype(jnp.bfloat16),
+        lists.astype(np.int32),
+        None if lengths is None else np.asarray(lengths, np.int32),
     )
+    return jax.device_put(chosen)
 
 
 def lists(tokens: int, keys: int, seed: int = 2, rows: int = 288) -> np.ndarray:
@@ -504,25 +507,28 @@ def test_an_empty_list_is_a_list(attend):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"query": queries(1)[0]}, "query has 2 axes"),
-        ({"pool": jnp.zeros((2, 3, 500), jnp.bfloat16)}, r"keys.pool has shape \(2, 3, 500\)"),
-        ({"pool": jnp.zeros((6, WIDTH), jnp.bfloat16)}, r"wanted \[N, R, 512\]"),
-        ({"pool": jnp.zeros((2, 3, WIDTH))}, "dtype of keys.pool is float32, wanted that of query"),
-        ({"pool": jnp.zeros((0, 3, WIDTH), jnp.bfloat16)}, "keys.pool has 0 rows"),
-        ({"pool": jnp.zeros((2, 3, 656), jnp.uint8)}, "has rows of 576 numbers, wanted 512"),
-        ({"pool": jnp.zeros((2, 1168), jnp.uint8)}, "keys.page_size is None, wanted 1 to 2"),
-        ({"pool": jnp.zeros((2, 1168), jnp.uint8), "page_size": 3}, "page_size is 3, wanted 1 to"),
-        ({"indices": jnp.zeros((2, 4), jnp.int32)}, r"keys.indices have shape \(2, 4\)"),
-        ({"lengths": jnp.zeros(3, jnp.int32)}, r"keys.lengths have shape \(3,\)"),
+        ({"query": np.asarray(queries(1))[0]}, "query has 2 axes"),
+        ({"pool": np.zeros((2, 3, 500), jnp.bfloat16)}, r"keys.pool has shape \(2, 3, 500\)"),
+        ({"pool": np.zeros((6, WIDTH), jnp.bfloat16)}, r"wanted \[N, R, 512\]"),
+        (
+            {"pool": np.zeros((2, 3, WIDTH), np.float32)},
+            "dtype of keys.pool is float32, wanted that of query",
+        ),
+        ({"pool": np.zeros((0, 3, WIDTH), jnp.bfloat16)}, "keys.pool has 0 rows"),
+        ({"pool": np.zeros((2, 3, 656), np.uint8)}, "has rows of 576 numbers, wanted 512"),
+        ({"pool": np.zeros((2, 1168), np.uint8)}, "keys.page_size is None, wanted 1 to 2"),
+        ({"pool": np.zeros((2, 1168), np.uint8), "page_size": 3}, "page_size is 3, wanted 1 to"),
+        ({"indices": np.zeros((2, 4), np.int32)}, r"keys.indices have shape \(2, 4\)"),
+        ({"lengths": np.zeros(3, np.int32)}, r"keys.lengths have shape \(3,\)"),
         ({"page_size": 4}, "keys.page_size is 4, wanted 1 to 3"),
-        ({"sinks": jnp.zeros(3)}, rf"sinks have shape \(3,\), wanted \({HEADS},\)"),
+        ({"sinks": np.zeros(3, np.float32)}, rf"sinks have shape \(3,\), wanted \({HEADS},\)"),
         ({"sm_scale": -1.0}, "sm_scale is -1.0"),
         ({"value_width": 600}, "value_width is 600, wanted 1 to 512"),
         ({"implementation": "triton"}, "implementation is 'triton'"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change, says):
-    fields = {"pool": jnp.zeros((2, 3, WIDTH), jnp.bfloat16), "indices": jnp.zeros((1, 4), int)}
+    fields = {"pool": np.zeros((2, 3, WIDTH), jnp.bfloat16), "indices": np.zeros((1, 4), np.int32)}
     fields |= {"lengths": None, "page_size": None}
     given = {"query": queries(1), "sm_scale": SM_SCALE} | change
     fields |= {name: given.pop(name) for name in tuple(given) if name in fields}

@@ -156,9 +156,9 @@ def test_a_loss_over_chosen_scores_lowers_where_the_choice_is_no_part_of_the_gra
 @pytest.mark.parametrize(
     ("scores", "count", "says"),
     [
-        (jnp.zeros((2, 8), jnp.bfloat16), 4, "dtype of scores is bfloat16"),
-        (jnp.zeros((2, 8)), 4097, "count is 4097"),
-        (jnp.zeros((0, 8)), 4, "wanted no empty axis"),
+        (np.zeros((2, 8), jnp.bfloat16), 4, "dtype of scores is bfloat16"),
+        (np.zeros((2, 8), np.float32), 4097, "count is 4097"),
+        (np.zeros((0, 8), np.float32), 4, "wanted no empty axis"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_support(scores, count, says):

@@ -20,6 +20,7 @@ from dspark_jax.models.experts import expert
 from dspark_jax.models.ragged import rectangle
 
 RANDOM = np.random.default_rng(5)
+routes = jax.jit(route, static_argnums=0)
 
 
 def normal(*shape):
@@ -118,8 +119,13 @@ def test_an_entry_pools_its_tokens_and_where_windows_overlap_those_before(toy, l
         share = np.exp(gate - gate.max(axis=0))
         pooled[entry] = (share / share.sum(axis=0) * value).sum(axis=0)
     scale = np.sqrt(np.mean(pooled**2, axis=1, keepdims=True) + 1e-6)
-    turn = phases(toy.config, jnp.arange(0, len(pooled) * ratio, ratio), compressed=True)
-    wanted = rotate_tail(pooled / scale * np.asarray(weights.norm), turn)
+
+    @jax.jit
+    def turned(rows, position):
+        return rotate_tail(rows, phases(toy.config, position, compressed=True))
+
+    normed = pooled / scale * np.asarray(weights.norm)
+    wanted = turned(normed, np.arange(0, len(pooled) * ratio, ratio))
     np.testing.assert_allclose(found[: len(pooled)], wanted, atol=1e-5)
     # nothing is written for a window that has not closed
     assert (found[length // ratio :] == 0).all()
@@ -145,7 +151,7 @@ def test_a_batch_closes_every_entry_whose_last_token_it_holds():
 def test_hash_layers_choose_by_token_and_weigh_by_score(toy):
     weights, x = toy.weights.layers[0].moe, normal(5, toy.config.hidden_size)
     tokens = jnp.array([3, 3, 9, 0, 63])
-    ids, weight = route(toy.config, weights, x, tokens)
+    ids, weight = routes(toy.config, weights, x, tokens)
     np.testing.assert_array_equal(ids, weights.expert_of_token[tokens])
     scores = np.sqrt(np.log1p(np.exp(np.asarray(x @ weights.router.T))))
     chosen = np.take_along_axis(scores, np.asarray(ids), axis=1)
@@ -157,7 +163,7 @@ def test_an_expert_that_a_hash_layer_names_twice_has_two_shares(toy):
     weights, x = toy.weights.layers[0].moe, normal(1, toy.config.hidden_size)
     table = weights.expert_of_token.at[9].set(jnp.array([2, 2]))
     twice = weights.replace(expert_of_token=table)
-    ids, weight = route(toy.config, twice, x, jnp.array([9]))
+    ids, weight = routes(toy.config, twice, x, jnp.array([9]))
     np.testing.assert_array_equal(ids, [[2, 2]])
     np.testing.assert_allclose(weight, [[0.75, 0.75]], rtol=1e-5)
     limit, experts = toy.config.swiglu_limit, jax.device_get(weights.experts)
@@ -172,7 +178,7 @@ def test_an_expert_that_a_hash_layer_names_twice_has_two_shares(toy):
 def test_the_bias_decides_who_is_chosen_and_not_how_much_it_weighs(toy):
     weights, x = toy.weights.layers[1].moe, normal(5, toy.config.hidden_size)
     biased = weights.replace(bias=jnp.array([-90.0, 90.0, -90.0, 50.0]))
-    ids, weight = route(toy.config, biased, x, jnp.zeros(5, jnp.int32))
+    ids, weight = routes(toy.config, biased, x, np.zeros(5, np.int32))
     np.testing.assert_array_equal(ids, [[1, 3]] * 5)
     scores = np.sqrt(np.log1p(np.exp(np.asarray(x @ weights.router.T))))[:, [1, 3]]
     np.testing.assert_allclose(weight, 1.5 * scores / scores.sum(axis=1, keepdims=True), rtol=1e-5)
@@ -187,7 +193,7 @@ def test_the_shared_expert_is_clipped_like_the_routed_ones(toy):
         one(x, weights.shared_gate_up, weights.shared_down, bound) for bound in (limit, None)
     )
     assert np.abs(clipped - free).max() > 0.1
-    ids, weight = route(toy.config, weights, x, jnp.zeros(4, jnp.int32))
+    ids, weight = routes(toy.config, weights, x, np.zeros(4, np.int32))
     gate_up, down = np.asarray(experts.gate_up), np.asarray(experts.down)
 
     def routed(token):
