@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dspark_jax.bench.apart import Turn, at_once
 from dspark_jax.bench.arms import arm_config, check_arm
 from dspark_jax.bench.load import closed_loop
 from dspark_jax.bench.record import Record
@@ -64,11 +65,15 @@ def run_arms(
     *,
     rounds: int,
     least: int,
+    turn: Turn = at_once,
     tell: Callable[[str], None] = print,
 ) -> None:
     """Measure, and add to ``record`` after every load of every arm.
 
     An arm that raises is recorded with its error, and the next one runs.
+
+    Args:
+        turn: within it a load is run and recorded.
 
     Raises:
         ValueError: an arm or a request that could not run; nothing has been compiled then.
@@ -93,21 +98,22 @@ def run_arms(
         for users in concurrency:
             count = requests_at(users, rounds, least)
             entry: dict[str, Any] = {"arm": arm, "concurrency": users}
-            try:
-                requests = traffic.requests(count, params)
-                few = dataclasses.replace(
-                    params, max_new_tokens=min(WARM_TOKENS, params.max_new_tokens)
-                )
-                closed_loop(engine, traffic.requests(users, few), users)
-                engine.reset_metrics()
-                load = closed_loop(engine, requests, users)
-                entry["compile_seconds"] = round(compiled, 3)
-                entry |= summarise(load, traffic.names(count), engine.step_config.mode)
-                entry["metrics"] = as_json(engine.figures())
-            except Exception as error:
-                traceback.print_exc()
-                entry["error"] = f"{type(error).__name__}: {error}"
-            record.add(entry)
+            with turn(users):
+                try:
+                    requests = traffic.requests(count, params)
+                    few = dataclasses.replace(
+                        params, max_new_tokens=min(WARM_TOKENS, params.max_new_tokens)
+                    )
+                    closed_loop(engine, traffic.requests(users, few), users)
+                    engine.reset_metrics()
+                    load = closed_loop(engine, requests, users)
+                    entry["compile_seconds"] = round(compiled, 3)
+                    entry |= summarise(load, traffic.names(count), engine.step_config.mode)
+                    entry["metrics"] = as_json(engine.figures())
+                except Exception as error:
+                    traceback.print_exc()
+                    entry["error"] = f"{type(error).__name__}: {error}"
+                record.add(entry)
             rate = entry.get("tokens_per_second")
             said = f"{rate:.1f} tok/s" if rate else f"FAILED, {entry['error']}"
             tell(f"{arm} at {users}: {said}")

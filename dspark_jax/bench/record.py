@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,20 @@ class Record:
         }
         self.arms: list[dict[str, Any]] = []
 
+    @classmethod
+    def of(cls, path: Path, facts: dict[str, Any], arms: list[dict[str, Any]]) -> Record:
+        """What others have run, written to ``path``."""
+        record = cls.__new__(cls)
+        record._path, record.facts, record.arms = path, facts, arms
+        record._write()
+        return record
+
     def add(self, arm: dict[str, Any]) -> None:
         """Keep an arm and write everything so far."""
         self.arms.append(arm)
+        self._write()
+
+    def _write(self) -> None:
         add_ratios(self.arms)
         content = {
             **self.facts,
@@ -49,3 +61,16 @@ class Record:
     def failed(self) -> list[dict[str, Any]]:
         """Arms that have an error in place of figures."""
         return [arm for arm in self.arms if "error" in arm]
+
+
+def merge(path: Path, parts: Sequence[Path]) -> Record:
+    """One record of those that arms in processes of their own have written so far, by load."""
+    found: list[dict[str, Any]] = [
+        json.loads(part.read_text("utf-8")) for part in parts if part.exists()
+    ]
+    # an arm that chooses by costs knows their file, the others do not
+    facts = max(found, key=lambda one: one["cost_table"] is not None)
+    entries = [entry for one in found for entry in one["arms"]]
+    return Record.of(
+        path, facts | {"apart": True}, sorted(entries, key=lambda one: one.get("concurrency", 0))
+    )

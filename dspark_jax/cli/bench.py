@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dspark_jax.bench.apart import Turn, at_once, take_turns
 from dspark_jax.bench.arms import ADAPTIVE, check_used, chosen_arms
 from dspark_jax.bench.bench import Traffic, requests_at, run_arms
-from dspark_jax.bench.record import Record
+from dspark_jax.bench.record import Record, merge
 from dspark_jax.bench.summary import mixed_traffic, verdicts
 from dspark_jax.checkpoints import drafter as drafters
 from dspark_jax.checkpoints import resolve
@@ -49,6 +52,7 @@ def bench(
     steps: int | None = None,
     lag: int = 1,
     bound_blocks: bool = False,
+    apart: bool = False,
     figures: Path | None = None,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> int:
@@ -78,12 +82,16 @@ def bench(
         lag: age in steps of the confidences that decide a budget.
         bound_blocks: let the adaptive arms bound what full blocks would have committed, which
             takes time of its own, and compare that with what cap-accept saw.
+        apart: give every arm a process of its own, so that all compile at the same time and then
+            take turns at each load: a machine that drifts does so for all of them. Needs --arms.
         figures: folder for policy.png, cost_curve.png and throughput_interactivity.png.
         dtype: of weights and caches.
 
     Returns:
         0, or 1 if an arm failed.
     """
+    given = dict(locals())
+    del given["apart"]
     _check_counts(concurrency, rounds, min_requests)
     if not out.absolute().parent.is_dir():
         raise FileNotFoundError(f"no folder {out.absolute().parent} to write {out.name} in")
@@ -91,6 +99,74 @@ def bench(
     if figures is not None:
         plots = importlib.import_module("dspark_jax.bench.plots")
         figures.mkdir(parents=True, exist_ok=True)
+    record = _run_apart(given) if apart else _run(**given)
+    _print(record, several=len(prompts) > 1)
+    print(f"raw result written to {out}")
+    if plots is not None and figures is not None:
+        written = plots.draw_all(figures, record.arms, record.facts["block_size"], _title(record))
+        for path in written:
+            print(f"figure written to {path}")
+    return 1 if record.failed else 0
+
+
+def _run_apart(given: dict[str, Any]) -> Record:
+    """Every arm in a process of its own."""
+    arms, out = given["arms"], given["out"]
+    if not arms:
+        raise ValueError("--apart is given without --arms; wanted the arms to start")
+    check_used(
+        arms,
+        cost_table=given["cost_table"] is not None,
+        calibration=given["calibration"] is not None,
+        bound_blocks=given["bound_blocks"],
+    )
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=out.name) as folder:
+        parts = {arm: Path(folder) / f"{arm}.json" for arm in arms}
+        record: list[Record] = []
+        take_turns(
+            arms,
+            given["concurrency"],
+            functools.partial(_run_one, given, parts),
+            lambda: record.append(merge(out, list(parts.values()))),
+        )
+    return record[-1]
+
+
+def _run_one(given: dict[str, Any], parts: dict[str, Path], arm: str, turn: Turn) -> None:
+    """One of several arms."""
+    mine = given | {"arms": (arm,), "out": parts[arm]}
+    if arm not in ADAPTIVE:
+        # nothing that is for others, and no second one draws the curve of costs
+        mine |= {"cost_table": None, "calibration": None, "bound_blocks": False, "figures": None}
+    _run(**mine, turn=turn)
+
+
+def _run(
+    *,
+    target: str,
+    drafter: str,
+    prompts: tuple[Path, ...],
+    out: Path,
+    concurrency: tuple[int, ...],
+    batch_tiers: tuple[int, ...],
+    arms: tuple[str, ...],
+    cost_table: Path | None,
+    calibration: Path | None,
+    rounds: int,
+    min_requests: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    max_context: int | None,
+    page_size: int,
+    steps: int | None,
+    lag: int,
+    bound_blocks: bool,
+    figures: Path | None,
+    dtype: str,
+    turn: Turn = at_once,
+) -> Record:
+    """Run these arms in this process, one after the other, and draw the curve of costs."""
     names = [path.stem for path in prompts]
     if len(set(names)) < len(names):
         raise ValueError(f"prompt files are named {', '.join(names)}; wanted each name once")
@@ -169,19 +245,23 @@ def bench(
         record,
         rounds=rounds,
         least=min_requests,
+        turn=turn,
     )
-    _print(record, several=len(files) > 1)
-    print(f"raw result written to {out}")
-    if plots is not None and figures is not None:
-        title = f"{loaded.name}, {record.facts['device']}, {dtype}, temperature {temperature:g}"
-        written = plots.draw_all(figures, record.arms, pair.config.block_size, title)
-        if cost_table is not None and any(arm in ADAPTIVE for arm in chosen):
-            tiers = tiers_for(loaded, pair, cost_table, batch=base.max_requests)
-            samples = read_object(cost_table).get("samples", [])
-            written.append(plots.draw_costs(figures / "cost_curve.png", tiers, samples, title))
-        for path in written:
-            print(f"figure written to {path}")
-    return 1 if record.failed else 0
+    if figures is not None and cost_table is not None:
+        tiers = tiers_for(loaded, pair, cost_table, batch=base.max_requests)
+        samples = read_object(cost_table).get("samples", [])
+        plots = importlib.import_module("dspark_jax.bench.plots")
+        drawn = plots.draw_costs(figures / "cost_curve.png", tiers, samples, _title(record))
+        print(f"figure written to {drawn}")
+    return record
+
+
+def _title(record: Record) -> str:
+    facts = record.facts
+    return (
+        f"{facts['target']}, {facts['device']}, {facts['dtype']}, "
+        f"temperature {facts['temperature']:g}"
+    )
 
 
 def _check_counts(concurrency: tuple[int, ...], rounds: int, min_requests: int) -> None:
