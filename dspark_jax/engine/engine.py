@@ -34,10 +34,11 @@ from dspark_jax.engine.answer import Ending, absorb_logprobs, complete, ending, 
 from dspark_jax.engine.config import EngineConfig, check_prompt_width
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure
+from dspark_jax.engine.flight import Flight
 from dspark_jax.engine.host_time import HostTime
 from dspark_jax.engine.lanes import Report
 from dspark_jax.engine.metrics import Metrics
-from dspark_jax.engine.programs import Flight, Programs
+from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence, Stage
 from dspark_jax.engine.served import reuses_prefixes, served_step

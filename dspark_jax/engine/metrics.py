@@ -19,8 +19,8 @@ from dspark_jax.decode.request import FinishReason, Service
 from dspark_jax.engine.block_counts import BlockCounts, drafts
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import Figure, Histogram
+from dspark_jax.engine.flight import Flight, Leg
 from dspark_jax.engine.lanes import Report
-from dspark_jax.engine.programs import Flight, Leg
 from dspark_jax.engine.scheduler import Scheduler
 from dspark_jax.engine.sequence import Sequence
 from dspark_jax.schedule.cost import CostTables

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -17,19 +19,22 @@ from dspark_jax.compiling import compile_together, jit_for_rows
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import Needs, needs_of, serving
-from dspark_jax.decode.state import Requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.engine import lanes as on_device
 from dspark_jax.engine.config import piece_tiers, usual_pieces
-from dspark_jax.engine.lanes import Lanes, Pieces, Report, Starting
+from dspark_jax.engine.flight import Flight, Leg
+from dspark_jax.engine.lanes import Lanes
 from dspark_jax.engine.leaves import Structure, structure_of, touched
+from dspark_jax.engine.operands import placed, prompt_rows, starting
 from dspark_jax.engine.packing import Layout, Packed, pack, unpack
-from dspark_jax.engine.roster import Roster, slots_of
+from dspark_jax.engine.roster import Roster
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
 from dspark_jax.engine.shapes import ShapeChoice, extremes
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
+
+logger = logging.getLogger(__name__)
 
 Call = tuple[Any, ...]
 """A program, what it takes beside weights and state, and its static arguments."""
@@ -90,75 +95,6 @@ def _run(
 
 
 @dataclasses.dataclass
-class Leg:
-    """One launch of a dispatch.
-
-    Attributes:
-        steps: that it takes.
-        pieces: pieces of prompts it was compiled for.
-        shape: what its steps draft and verify; None where they decide it themselves.
-        ended: when the host has seen it end, seconds on the engine's clock; None until it is read.
-        waited: whether the host was waiting for it then, so that ``ended`` is no later.
-    """
-
-    steps: int
-    pieces: int
-    shape: Shape | None
-    ended: float | None = None
-    waited: bool = False
-
-
-@dataclasses.dataclass
-class Flight:
-    """A dispatch that may still be running.
-
-    Attributes:
-        plan: what was asked for.
-        slots, requests, lanes: ``[n]`` of those that decode in it: their slots, arrival numbers and
-            lanes.
-        launched: what the steps of each leg did, on the device, when all have been launched there.
-        batch: lanes it was compiled for.
-        legs: in the order they run.
-        sent: when it was dispatched, seconds on the engine's clock.
-    """
-
-    plan: Plan
-    slots: np.ndarray
-    requests: np.ndarray
-    lanes: np.ndarray
-    launched: Future[list[Packed]]
-    batch: int
-    legs: list[Leg]
-    sent: float = 0.0
-
-    def wait(self, clock: Callable[[], float]) -> None:
-        """Return when it has ended.
-
-        Raises:
-            Exception: what went wrong on the device.
-        """
-        if self.legs[-1].ended is not None:
-            return
-        launched = self.launched.done()
-        for leg, report in zip(self.legs, self.launched.result(), strict=True):
-            words: Any = report.words
-            leg.waited = not (launched and words.is_ready())
-            words.block_until_ready()
-            leg.ended = clock()
-            launched = True
-
-    def read(self) -> Report:
-        """Its outcomes on the host; it has been waited for."""
-        packed = self.launched.result()
-        words = jax.device_get([one.words for one in packed])
-        layouts = [one.layout for one in packed]
-        reports = [unpack(Packed(*one)) for one in zip(words, layouts, strict=True)]
-        if len(reports) == 1:
-            return reports[0]
-        return jax.tree.map(lambda *legs: np.concatenate(legs), *reports)
-
-
-@dataclasses.dataclass
 class Programs:
     """Everything an engine runs on the device, bound to its tiers.
 
@@ -212,7 +148,7 @@ class Programs:
         )
         self._weights, self._weights_tree = jax.tree.flatten(self.weights)
         self._state, self._state_tree = jax.tree.flatten(state)
-        nobody = self._starting([])
+        nobody = self._begin([])
         self._admits = structure_of(self._state_tree, nobody.layout)
         change = functools.partial(_admitted, tree=self._state_tree, layout=nobody.layout)
         self._admit_places = touched(change, self._state, nobody.words)
@@ -277,19 +213,24 @@ class Programs:
 
         def call(batch: int, columns: int, pieces: int, shape: Shape | None) -> Call:
             nobody = np.zeros(0, np.intp)
-            placed = _placed(nobody, nobody, np.zeros((0, columns), np.int32), batch, self.slots)
-            return self._call(config, placed, [], pieces, shape)
+            at = placed(nobody, nobody, np.zeros((0, columns), np.int32), batch, self.slots)
+            return self._call(config, at, [], pieces, shape)
 
         def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
             program, *operands, static = call(*tier)
             return program.lower(self._weights, self._state, *operands, **static)
 
         def compile_and_run() -> None:
-            self._admit(self._starting([]))
+            self._admit(self._begin([]))
+            begin = time.perf_counter()
             compile_together(map(lowered, tiers), progress)
+            compiled = time.perf_counter()
             for tier in tiers * WARM_RUNS:
                 self._launch(call(*tier))
             jax.block_until_ready(self._state)
+            run = time.perf_counter() - compiled
+            took = len(tiers), compiled - begin, run
+            logger.info("%d programs: compiled in %.1f s, first runs in %.1f s", *took)
 
         self._launcher.submit(compile_and_run).result()
         self._lanes = None
@@ -308,7 +249,7 @@ class Programs:
         lanes = slots if batch == self.slots else np.arange(len(slots))
         lane_of = np.zeros(self.slots, np.int32)
         lane_of[slots] = lanes
-        placed = _placed(lanes, slots, roster.table[slots, :columns], batch, self.slots)
+        at = placed(lanes, slots, roster.table[slots, :columns], batch, self.slots)
         pieces = [(piece, lane_of[piece.sequence.slot]) for piece in plan.pieces]
         if self.choice is not None:
             for one in (*plan.starting, *plan.late):
@@ -321,9 +262,9 @@ class Programs:
             shape = self._shape(slots[:decoding], batch, room, len(slots) - decoding, least)
             decodes: Any = np.zeros(batch, bool)
             decodes[lanes[:decoding]] = True
-            own = Lanes(placed.slots, decodes, placed.table)
+            own = Lanes(at.slots, decodes, at.table)
             call = self._call(config, own, pieces if room else [], room, shape)
-            groups = [self._starting(one) for one in itertools.batched(starting, self._group)]
+            groups = [self._begin(one) for one in itertools.batched(starting, self._group)]
             legs.append(Leg(steps, room, shape))
             launches.append((groups, call))
 
@@ -393,7 +334,7 @@ class Programs:
         """A launch: a step with room for ``count`` pieces of prompts, or ``steps`` without."""
         batch, columns = placed.table.shape
         tables, lanes = self._priced[batch, count], self._on_device(placed)
-        rows = pack(self._rows(pieces, count, batch)) if count else None
+        rows = pack(prompt_rows(pieces, count, self.prompt_width, batch)) if count else None
         key = config, batch, columns, count, shape
         if key not in self._statics:
             layout = None if rows is None else rows.layout
@@ -420,69 +361,16 @@ class Programs:
             held = self._lanes = packed, Packed(jax.device_put(packed.words), packed.layout)
         return held[1]
 
-    def _rows(self, pieces: list[tuple[Piece, int]], count: int, batch: int) -> Pieces:
-        tokens = np.zeros((count, self.prompt_width), np.int32)
-        lane = np.full(count, batch, np.int32)
-        start, rows = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        for index, (piece, at) in enumerate(pieces):
-            tokens[index, : len(piece.tokens)] = piece.tokens
-            lane[index], start[index], rows[index] = at, piece.start, len(piece.tokens)
-        return Pieces(tokens, lane, start, rows)  # pyright: ignore[reportArgumentType]
-
     def _admit(self, starting: Packed) -> None:
         rows = [self._state[place] for place in self._admit_places]
         rows = _admit(rows, starting.words, structure=self._admits, places=self._admit_places)
         for place, row in zip(self._admit_places, rows, strict=True):
             self._state[place] = row
 
-    def _starting(self, sequences: Sequence[Text]) -> Packed:
-        """Prefilled sequences that begin to decode; what they emitted before counts as emitted."""
-        size, slots, roster = self._group, slots_of(sequences), self.roster
-        asked = [one.job.admission(one.slot) for one in sequences]
-
-        def column(values: Any, dtype: Any, padding: Any = 0) -> Any:
-            padded = np.full(size, padding, dtype)
-            padded[: len(asked)] = values
-            return padded
-
-        def asked_for(name: str, dtype: Any) -> Any:
-            return column([getattr(one, name) for one in asked], dtype)
-
-        stop_ids: Any = np.full((size, MAX_STOP_IDS), -1, np.int32)
-        for row, admission in enumerate(asked):
-            stop_ids[row, : len(admission.stop_ids)] = admission.stop_ids
-        starting = Starting(
-            slots=column(slots, np.int32, self.slots),
-            anchor=column(roster.texts[slots, roster.rows[slots]], np.int32),
-            rows=column(roster.rows[slots], np.int32),
-            steps=column(roster.steps[slots], np.int32),
-            emitted=column(
-                roster.rows[slots] + 1 - [one.prompt_rows for one in sequences], np.int32
-            ),
-            seeds=asked_for("seed", np.uint32),
-            requests=Requests(
-                temperature=asked_for("temperature", np.float32),
-                top_k=asked_for("top_k", np.int32),
-                top_p=asked_for("top_p", np.float32),
-                seed=np.zeros((size, 2), np.uint32),  # pyright: ignore[reportArgumentType]
-                max_new_tokens=asked_for("max_new_tokens", np.int32),
-                context=column(self.context, np.int32),
-                stop_ids=stop_ids,
-            ),
-        )
-        packed = pack(starting)
+    def _begin(self, sequences: Sequence[Text]) -> Packed:
+        """These begin to decode, a group at most; on the device."""
+        packed = pack(starting(sequences, self._group, self.roster, self.context))
         return Packed(jax.device_put(packed.words), packed.layout)
-
-
-def _placed(
-    lanes: np.ndarray, slots: np.ndarray, pages: np.ndarray, batch: int, every: int
-) -> Lanes:
-    """Lanes on the host, of which none decodes yet: those of ``every`` slots, or of some."""
-    slot: Any = np.full(batch, every, np.int32)
-    decoding: Any = np.zeros(batch, bool)
-    table: Any = np.full((batch, pages.shape[1]), -1, np.int32)
-    slot[lanes], table[lanes] = slots, pages
-    return Lanes(None if batch == every else slot, decoding, table)
 
 
 def _tier(tiers: tuple[int, ...], wanted: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from dspark_jax.decode.request import Request, SamplingParams
 from dspark_jax.engine.cost_correction import CostCorrection
 from dspark_jax.engine.figures import as_json
-from dspark_jax.engine.programs import Flight
+from dspark_jax.engine.flight import Flight
 from dspark_jax.schedule.cost import no_costs
 from tests.engine.small import BLOCK, VOCAB
 

@@ -14,7 +14,7 @@ from dspark_jax.decode.session import Generator
 from dspark_jax.engine.config import EngineConfig, check_prompt_width, piece_tiers, usual_pieces
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.figures import as_json
-from dspark_jax.engine.programs import Flight
+from dspark_jax.engine.flight import Flight
 from dspark_jax.schedule.cost import no_costs
 from dspark_jax.testing.markov import MarkovTargetConfig
 from tests.engine.small import BLOCK, DRAFTER, SMALL, STOP, TARGET, VOCAB

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dspark_jax.decode.request import Completion, Request, SamplingParams
 from dspark_jax.engine.figures import Figure, Histogram, as_json
+from dspark_jax.engine.flight import Leg
 from dspark_jax.engine.metrics import Metrics
-from dspark_jax.engine.programs import Leg
 from dspark_jax.engine.prometheus import FigureCollector, exposition
 from dspark_jax.schedule.cost import no_costs
 from tests.engine.small import BLOCK, SMALL, STOP, VOCAB
