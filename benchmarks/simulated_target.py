@@ -46,7 +46,7 @@ from dspark_jax.bench.arms import ADAPTIVE, arm_config, chosen_arms
 from dspark_jax.bench.summary import add_ratios
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.compiling import compile_together
+from dspark_jax.compiling import compile_together, jit_for_rows
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import SamplingParams
 from dspark_jax.decode.setup import cache_dtype, tables_for, variant
@@ -91,7 +91,12 @@ _START = jax.jit(
 _ADMIT = jax.jit(lanes.admit, donate_argnums=0)
 
 
-_RUN = jax.jit(lanes.run, static_argnames=("config", "steps"), donate_argnums=1)
+_RUN = jit_for_rows(lanes.run, static_argnames=("config", "steps"), donate_argnums=1)
+
+
+def _program(step: StepConfig, users: int) -> Any:
+    """The dispatch of so many users, compiled as an engine would."""
+    return _RUN(users * step.width if step.shape is None else step.shape.rows)
 
 
 def simulated_pair(
@@ -215,7 +220,8 @@ class Sweep:
                     state = jax.eval_shape(functools.partial(self._occupied, step, users))
                     weights, placed = self._fixed(step, users)
                     call = weights, state, prepared.tables, placed
-                    yield _RUN.lower(*call, config=step, steps=STEPS)
+                    program = _program(step, users)
+                    yield program.lower(*call, config=step, steps=STEPS)
 
         compile_together(lowered(), progress)
 
@@ -243,7 +249,8 @@ class Sweep:
                 begin = time.perf_counter()
             shape = choice.choose(shapes, users, costs, everyone) if shapes else None
             call = weights, state, prepared.tables, placed
-            state, report = _RUN(*call, config=prepared.steps[shape], steps=STEPS)
+            step = prepared.steps[shape]
+            state, report = _program(step, users)(*call, config=step, steps=STEPS)
             for leaf in jax.tree.leaves(report):
                 leaf.copy_to_host_async()
             # texts go on, and their caches are back where they began

@@ -59,11 +59,15 @@ with_pip() {
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"
 }
 
-# uv unpacks on all cores, several times as fast as pip. It reads none of pip's settings: where it
-# finds no packages, pip still may.
+# uv unpacks on all cores, several times as fast as pip. Of pip's settings it is told the index alone:
+# where it finds no packages, pip still may.
 install() {
-  .venv/bin/uv pip install --quiet --python .venv/bin/python "$bytecode-bytecode" \
-    -c constraints.txt "$@" || with_pip "$bytecode" "$@"
+  if [[ -x .venv/bin/uv && -z ${uv_failed:-} ]]; then
+    .venv/bin/uv pip install --quiet --python .venv/bin/python "$bytecode-bytecode" \
+      -c constraints.txt "$@" && return
+    uv_failed=1
+  fi
+  with_pip "$bytecode" "$@"
 }
 
 echo "Installing into .venv (a minute or two the first time) ..."
@@ -76,6 +80,8 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     --no-compile -c constraints.txt pip uv 2>/dev/null || .venv/bin/python -m ensurepip >/dev/null
 fi
 if [[ ! -x .venv/bin/uv ]]; then with_pip uv || true; fi
+index=${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
+if [[ -n $index ]]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}; fi
 
 install -e "$packages"
 # Carries the weights only; its dependencies would compile llama.cpp.

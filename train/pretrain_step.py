@@ -79,12 +79,12 @@ def initial_state(config: PretrainConfig, learnt: PyTree) -> PretrainState:
     """The state before the first step, on the run's mesh."""
     leaves, structure = jax.tree.flatten(learnt)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _maker(compiled_part(config), structure, shapes)(learnt)
+    return _start(compiled_part(config), structure, shapes)(learnt)
 
 
 # kept, as a run that resumes begins like one that does not
 @functools.lru_cache(maxsize=4)
-def _maker(config: PretrainConfig, structure: Any, shapes: tuple) -> Any:
+def _start(config: PretrainConfig, structure: Any, shapes: tuple) -> Any:
     """A jitted function from weights of these shapes to the state before any step."""
 
     def make(learnt: Any) -> PretrainState:

@@ -71,12 +71,12 @@ def initial_state(config: TrainConfig, drafter: Any, existing: Any = None) -> Tr
     """
     leaves, structure = jax.tree.flatten(existing)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _maker(compiled_part(config), drafter, structure, shapes)(existing)
+    return _start(compiled_part(config), drafter, structure, shapes)(existing)
 
 
 # kept, as a run that resumes begins like one that does not
 @functools.lru_cache(maxsize=4)
-def _maker(config: TrainConfig, drafter: Any, structure: Any, shapes: tuple) -> Any:
+def _start(config: TrainConfig, drafter: Any, structure: Any, shapes: tuple) -> Any:
     """A jitted function from existing weights of these shapes to the state before any step."""
 
     def make(existing: Any) -> TrainState:
@@ -163,5 +163,5 @@ def advance(
 
 
 train_step = jax.jit(advance, static_argnums=(0, 1, 2), donate_argnums=3, compiler_options=CUBLAS)
-"""`advance` as a program that gives its state away. In a program of your own, call that: JAX takes
-compiler options of the outermost one alone."""
+"""`advance` as a program that gives its state away. In a program of your own, call that: JAX
+refuses one with compiler options inside another."""

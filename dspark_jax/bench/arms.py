@@ -41,15 +41,33 @@ def chosen_arms(
                 f"arm is {arm!r}; drafter {drafter.name} of block size "
                 f"{drafter.config.block_size} allows {', '.join(allowed)}"
             )
+    check_each_once(arms)
+    check_priced(arms, cost_table)
+    return arms
+
+
+def check_each_once(arms: Sequence[str]) -> None:
+    """Refuse an arm that is there twice.
+
+    Raises:
+        ValueError: it is.
+    """
     if len(set(arms)) < len(arms):
         raise ValueError(f"arms are {', '.join(arms)}; wanted each once")
+
+
+def check_priced(arms: Sequence[str], cost_table: object | None) -> None:
+    """Refuse an adaptive arm without a cost table.
+
+    Raises:
+        ValueError: there is one.
+    """
     adaptive = [arm for arm in arms if arm in ADAPTIVE]
     if adaptive and cost_table is None:
         raise ValueError(
             f"arm {adaptive[0]} chooses windows by measured costs and no --cost-table is given: "
             "write one with dspark profile, or name other arms with --arms"
         )
-    return arms
 
 
 def check_used(arms: Sequence[str], **given: bool) -> None:

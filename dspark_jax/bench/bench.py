@@ -53,6 +53,10 @@ def requests_at(concurrency: int, rounds: int, least: int) -> int:
     return max(rounds * concurrency, least)
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def run_arms(
     target: LoadedTarget,
     drafter: LoadedDrafter,
@@ -66,7 +70,7 @@ def run_arms(
     rounds: int,
     least: int,
     turn: Turn = at_once,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str], None] = _say,
 ) -> None:
     """Measure, and add to ``record`` after every load of every arm.
 

@@ -64,13 +64,20 @@ class Record:
 
 
 def merge(path: Path, parts: Sequence[Path]) -> Record:
-    """One record of those that arms in processes of their own have written so far, by load."""
+    """One record of those that arms in processes of their own have written so far, by load.
+
+    Raises:
+        ValueError: nothing has been written.
+    """
     found: list[dict[str, Any]] = [
         json.loads(part.read_text("utf-8")) for part in parts if part.exists()
     ]
+    if not found:
+        raise ValueError("no arm has written anything; wanted one load at least")
+    entries = [entry for one in found for entry in one.pop("arms")]
     # an arm that chooses by costs knows their file, the others do not
     facts = max(found, key=lambda one: one["cost_table"] is not None)
-    entries = [entry for one in found for entry in one["arms"]]
-    return Record.of(
-        path, facts | {"apart": True}, sorted(entries, key=lambda one: one.get("concurrency", 0))
-    )
+    for derived in ("mixed_traffic", "verdicts"):
+        del facts[derived]
+    entries.sort(key=lambda one: one.get("concurrency", 0))
+    return Record.of(path, facts | {"apart": True}, entries)

@@ -15,7 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark_jax.bench.apart import Turn, at_once, take_turns
-from dspark_jax.bench.arms import ADAPTIVE, check_used, chosen_arms
+from dspark_jax.bench.arms import (
+    ADAPTIVE,
+    check_each_once,
+    check_priced,
+    check_used,
+    chosen_arms,
+)
 from dspark_jax.bench.bench import Traffic, requests_at, run_arms
 from dspark_jax.bench.record import Record, merge
 from dspark_jax.bench.summary import mixed_traffic, verdicts
@@ -114,6 +120,8 @@ def _run_apart(given: dict[str, Any]) -> Record:
     arms, out = given["arms"], given["out"]
     if not arms:
         raise ValueError("--apart is given without --arms; wanted the arms to start")
+    check_each_once(arms)
+    check_priced(arms, given["cost_table"])
     check_used(
         arms,
         cost_table=given["cost_table"] is not None,
@@ -122,22 +130,23 @@ def _run_apart(given: dict[str, Any]) -> Record:
     )
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=out.name) as folder:
         parts = {arm: Path(folder) / f"{arm}.json" for arm in arms}
-        record: list[Record] = []
-        take_turns(
-            arms,
-            given["concurrency"],
-            functools.partial(_run_one, given, parts),
-            lambda: record.append(merge(out, list(parts.values()))),
-        )
-    return record[-1]
+        written = list(parts.values())
+        work = functools.partial(_run_one, given, parts)
+        lost = take_turns(arms, given["concurrency"], work, lambda: merge(out, written))
+        record = merge(out, written)
+    for arm, how in lost.items():
+        record.add({"arm": arm, "error": how})
+    return record
 
 
 def _run_one(given: dict[str, Any], parts: dict[str, Path], arm: str, turn: Turn) -> None:
     """One of several arms."""
     mine = given | {"arms": (arm,), "out": parts[arm]}
-    if arm not in ADAPTIVE:
-        # nothing that is for others, and no second one draws the curve of costs
-        mine |= {"cost_table": None, "calibration": None, "bound_blocks": False, "figures": None}
+    adaptive = [one for one in parts if one in ADAPTIVE]
+    if arm not in adaptive:
+        mine |= {"cost_table": None, "calibration": None, "bound_blocks": False}
+    if arm not in adaptive[:1]:
+        mine["figures"] = None  # the curve of costs is drawn once
     _run(**mine, turn=turn)
 
 

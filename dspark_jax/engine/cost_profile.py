@@ -140,7 +140,7 @@ def profile(
         plain = dataclasses.replace(step, policy="lagged", threshold=None)
         arm = dataclasses.replace(plain, sampled=temperature > 0, filtered=False)
         if kind == "draft":
-            # in an engine it shares a program with as many verified rows
+            # as beside full windows: with fewer rows verified an engine may compile it otherwise
             return _draft(batch * step.width), {"config": arm, "depth": size}
         shapes = every_shape(config.row_counts(step.width, batch), batch, depths)
         arm = dataclasses.replace(arm, shape=next(one for one in shapes if one.rows == size))
@@ -286,6 +286,12 @@ def _seconds_a_step(runs: Sequence[Callable[[State, Any], State]], state: State)
     timed = []
     for run in runs:
         wall(run, 1)
-        timed.append((run, max(1, math.ceil(LEAST_SECONDS / wall(run, 1)))))
+        count = _steps(LEAST_SECONDS / wall(run, 1))
+        # one step says little: the clock and the dispatch are in it, and what else came between
+        timed.append((run, _steps(count * LEAST_SECONDS / wall(run, count))))
     turns = [[wall(run, steps) / steps for run, steps in timed] for _ in range(REPEATS)]
     return [list(seconds) for seconds in zip(*turns, strict=True)]
+
+
+def _steps(count: float) -> int:
+    return max(1, math.ceil(count))

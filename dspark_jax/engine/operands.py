@@ -15,7 +15,7 @@ from dspark_jax.engine.scheduler import Piece
 from dspark_jax.engine.sequence import Sequence as Text
 
 
-def placed(
+def lanes_of(
     lanes: np.ndarray, slots: np.ndarray, pages: np.ndarray, batch: int, every: int
 ) -> Lanes:
     """Lanes of which none decodes yet.
@@ -48,7 +48,7 @@ def prompt_rows(pieces: Sequence[tuple[Piece, int]], count: int, width: int, bat
     return Pieces(tokens, lane, start, rows)  # pyright: ignore[reportArgumentType]
 
 
-def starting(sequences: Sequence[Text], size: int, roster: Roster, context: int) -> Starting:
+def starting_of(sequences: Sequence[Text], size: int, roster: Roster, context: int) -> Starting:
     """Prefilled sequences that begin to decode; what they emitted before counts as emitted.
 
     Args:

@@ -25,7 +25,7 @@ from dspark_jax.engine.config import piece_tiers, usual_pieces
 from dspark_jax.engine.flight import Flight, Leg
 from dspark_jax.engine.lanes import Lanes
 from dspark_jax.engine.leaves import Structure, structure_of, touched
-from dspark_jax.engine.operands import placed, prompt_rows, starting
+from dspark_jax.engine.operands import lanes_of, prompt_rows, starting_of
 from dspark_jax.engine.packing import Layout, Packed, pack, unpack
 from dspark_jax.engine.roster import Roster
 from dspark_jax.engine.scheduler import Piece, Plan
@@ -213,7 +213,7 @@ class Programs:
 
         def call(batch: int, columns: int, pieces: int, shape: Shape | None) -> Call:
             nobody = np.zeros(0, np.intp)
-            at = placed(nobody, nobody, np.zeros((0, columns), np.int32), batch, self.slots)
+            at = lanes_of(nobody, nobody, np.zeros((0, columns), np.int32), batch, self.slots)
             return self._call(config, at, [], pieces, shape)
 
         def lowered(tier: tuple[int, int, int, Shape | None]) -> jax.stages.Lowered:
@@ -249,7 +249,7 @@ class Programs:
         lanes = slots if batch == self.slots else np.arange(len(slots))
         lane_of = np.zeros(self.slots, np.int32)
         lane_of[slots] = lanes
-        at = placed(lanes, slots, roster.table[slots, :columns], batch, self.slots)
+        at = lanes_of(lanes, slots, roster.table[slots, :columns], batch, self.slots)
         pieces = [(piece, lane_of[piece.sequence.slot]) for piece in plan.pieces]
         if self.choice is not None:
             for one in (*plan.starting, *plan.late):
@@ -369,7 +369,7 @@ class Programs:
 
     def _begin(self, sequences: Sequence[Text]) -> Packed:
         """These begin to decode, a group at most; on the device."""
-        packed = pack(starting(sequences, self._group, self.roster, self.context))
+        packed = pack(starting_of(sequences, self._group, self.roster, self.context))
         return Packed(jax.device_put(packed.words), packed.layout)
 
 

@@ -69,7 +69,8 @@ def linear_add(
     """``residual + x @ weight.T``, the product rounded to the dtype of ``x`` before the sum.
 
     ``implementation``, result and errors are those of `rms_linear`, but that ``"triton"`` takes up
-    to 256 rows here; more than 16 have a kernel of their own.
+    to 256 rows here; more than 16 have a kernel of their own, and want O a multiple of 16, or of 32
+    beyond 128 rows.
     """
     _check_product(x, weight)
     wanted = (*x.shape[:-1], weight.shape[0])

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 
 import pytest
 
@@ -13,7 +14,9 @@ from tests.bench.turns import note
 
 def test_all_are_ready_before_any_load_and_loads_go_round(tmp_path):
     log, arms, loads, measured = tmp_path / "log", ("a", "short", "b"), (1, 4), []
-    take_turns(arms, loads, functools.partial(note, log, loads), lambda: measured.append(1))
+    work = functools.partial(note, log, loads)
+    lost = take_turns(arms, loads, work, lambda: measured.append(1))
+    assert lost == {"short": "its process ended with exit code 1"}
     lines = log.read_text().splitlines()
     assert sorted(lines[:3]) == ["a ready", "b ready", "short ready"]
     turns = [("a", 1), ("short", 1), ("b", 1), ("a", 4), ("b", 4)]
@@ -25,10 +28,11 @@ def test_all_are_ready_before_any_load_and_loads_go_round(tmp_path):
 
 def test_an_arm_that_cannot_run_ends_all_before_anything_is_measured(tmp_path, capfd):
     log = tmp_path / "log"
-    with pytest.raises(RuntimeError, match="arm late ended before its first load"):
-        take_turns(("late",), (1,), functools.partial(note, log, (1,)), lambda: None)
+    with pytest.raises(ValueError, match="arm late ended before its first load"):
+        take_turns(("a", "late"), (1,), functools.partial(note, log, (1,)), lambda: None)
     assert "late: cannot run" in capfd.readouterr().err
-    assert not log.exists()
+    assert not log.exists() or log.read_text() == "a ready\n"
+    assert not multiprocessing.active_children()
 
 
 def entry(arm, users, rate):
@@ -56,6 +60,7 @@ def test_what_arms_wrote_is_one_record_by_load(tmp_path):
     assert [one["ratio_to_off"] for one in record.arms] == [1.0, 1.5, 1.0, 2.0]
     assert record.facts["cost_table"] == "costs.json"
     assert record.facts["apart"]
+    assert "arms" not in record.facts
     assert json.loads(out.read_text())["arms"] == record.arms
 
 
@@ -63,3 +68,13 @@ def test_apart_wants_to_be_told_the_arms(tmp_path, capsys):
     flags = ["--target", "t", "--drafter", "d", "--prompts", "p.jsonl"]
     assert main(["bench", *flags, "--out", str(tmp_path / "out.json"), "--apart"]) == 2
     assert "--apart is given without --arms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arms", "says"),
+    [(["off", "off"], "wanted each once"), (["compact"], "no --cost-table is given")],
+)
+def test_arms_that_cannot_run_apart_are_refused_before_any_is_started(tmp_path, capsys, arms, says):
+    flags = ["--target", "t", "--drafter", "d", "--prompts", "p.jsonl", "--apart"]
+    assert main(["bench", *flags, "--out", str(tmp_path / "out.json"), "--arms", *arms]) == 2
+    assert says in capsys.readouterr().err

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.bench import bench, plots
+from dspark_jax.bench.apart import at_once
 from dspark_jax.bench.arms import allowed_arms, arm_config, chosen_arms
 from dspark_jax.bench.bench import Traffic, run_arms
 from dspark_jax.bench.load import Load, closed_loop
@@ -361,6 +362,38 @@ def test_the_curves_that_decided_are_drawn_from_the_cost_table(command, tmp_path
     flags = ["--arms", "compact", "--cost-table", str(table), "--figures", str(figures)]
     assert main([*command, *flags]) == 0
     assert (figures / "cost_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_arms_apart_are_given_what_they_look_at_and_one_that_dies_is_told(
+    command, tmp_path, monkeypatch, capsys
+):
+    given = {}
+
+    def measure(target, drafter, base, arms, loads, traffic, params, record, *, turn, **_):
+        (arm,) = arms
+        given[arm] = base.cost_table
+        for users in loads:
+            with turn(users):
+                record.add({"arm": arm, "concurrency": users, "tokens_per_second": 1.0})
+
+    def in_turn(arms, loads, work, after):
+        for arm in arms:
+            work(arm, at_once)
+            after()
+        return {"compact": "its process ended with exit code -9"}
+
+    monkeypatch.setattr(subcommand, "run_arms", measure)
+    monkeypatch.setattr(subcommand, "take_turns", in_turn)
+    table = tmp_path / "costs.json"
+    flags = ["--arms", "off", "compact", "--cost-table", str(table), "--concurrency", "1", "2"]
+    assert main([*command, *flags, "--apart"]) == 1
+    assert given == {"off": None, "compact": table}
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    found = [(one["arm"], one.get("concurrency")) for one in raw["arms"]]
+    assert found == [("off", 1), ("compact", 1), ("off", 2), ("compact", 2), ("compact", None)]
+    assert raw["arms"][-1]["error"] == "its process ended with exit code -9"
+    assert "compact FAILED" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,24 @@ def test_sizes_take_turns_so_that_a_slow_while_is_slow_for_all(monkeypatch):
         return run
 
     seconds = cost_profile._seconds_a_step([run_of("a"), run_of("b")], jnp.zeros(()))
-    assert "".join(order) == "aabb" + "ab" * cost_profile.REPEATS
+    assert "".join(order) == "aaabbb" + "ab" * cost_profile.REPEATS
     assert [len(one) for one in seconds] == [cost_profile.REPEATS] * 2
+
+
+def test_a_timing_covers_enough_steps_whatever_came_between(monkeypatch):
+    clock, launched = [0.0], []
+    monkeypatch.setattr(cost_profile.time, "perf_counter", lambda: clock[0])
+
+    def run(state, steps):
+        # a launch costs as much as its step, and something long came into the first that is timed
+        launched.append(int(steps))
+        clock[0] += 1e-3 * int(steps) + 1e-3 + (0.1 if len(launched) == 2 else 0.0)
+        return state
+
+    (seconds,) = cost_profile._seconds_a_step([run], jnp.zeros(()))
+    assert launched[:3] == [1, 1, 1]
+    assert set(launched[3:]) == {10}
+    assert seconds == pytest.approx([1.1e-3] * cost_profile.REPEATS)
 
 
 def test_timings_and_curves_are_drawn(measured):

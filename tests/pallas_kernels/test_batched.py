@@ -81,3 +81,4 @@ def test_sparse_attention_lowers_when_it_is_mapped(lowered_for_hopper):
 
     text = lowered_for_hopper(jax.vmap(attend), *(jax.ShapeDtypeStruct(*x) for x in shapes))
     assert text.count("mosaic_gpu_v2") == 1
+    assert "stablehlo.while" not in text
