@@ -14,8 +14,12 @@ from dspark_jax.decode.request import check_whole
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
 
-DEFAULT_PROMPT_ROWS = 256
-"""Least prompt tokens of a step, when ``max_batched_tokens`` leaves it open."""
+GPU_PROMPT_ROWS, CPU_PROMPT_ROWS = 256, 64
+"""Least prompt tokens of a step, when ``max_batched_tokens`` leaves it open.
+
+A GPU takes little longer for many rows than for few; a CPU takes as much longer as there are more,
+and so does for every row of the room that stays empty.
+"""
 
 PROMPT_ROWS_A_REQUEST = 4
 """Prompt tokens of a step for each request, so that what comes keeps pace with what ends.
@@ -213,7 +217,8 @@ class EngineConfig:
 
 def usual_pieces(requests: int, prompt_width: int) -> int:
     """Pieces of prompts in a step, of so many rows, with which so many requests keep pace."""
-    rows = max(DEFAULT_PROMPT_ROWS, PROMPT_ROWS_A_REQUEST * requests)
+    least = GPU_PROMPT_ROWS if jax.default_backend() == "gpu" else CPU_PROMPT_ROWS
+    rows = max(least, PROMPT_ROWS_A_REQUEST * requests)
     return max(1, rows // prompt_width)
 
 

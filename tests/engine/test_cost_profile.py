@@ -51,7 +51,7 @@ def test_every_bucket_and_what_rides_beside_it_is_timed_at_its_own_size(measured
     table = json.loads(out.read_text())
     (tier,) = table["tiers"]
     full = BLOCK + 1
-    assert tier["verify"]["tokens"] == sorted(executed) == [1, 2, full, full + 16, full + 256]
+    assert tier["verify"]["tokens"] == sorted(executed) == [1, 2, full, full + 16, full + 64]
     assert (tier["requests"], tier["largest_bucket"]) == (1, full)
     assert tier["contexts"] == [4, 18, 37]
     for seconds in (tier["verify"]["seconds"], tier["draft"]):
@@ -126,7 +126,7 @@ def test_plain_decoding_is_timed_beside_any_tiers_whoever_decides_windows(monkey
     config = dataclasses.replace(CONFIG, token_tiers=(2,), **change)
     (tier,) = cost_profile.profile(TARGET, DRAFTER, config)["tiers"]
     full = BLOCK + 1
-    assert tier["verify"]["tokens"] == [1, 2, full, full + 16, full + 256]
+    assert tier["verify"]["tokens"] == [1, 2, full, full + 16, full + 64]
 
 
 def test_an_engine_of_the_same_kind_serves_by_the_table(measured):
