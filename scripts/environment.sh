@@ -59,13 +59,14 @@ with_pip() {
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"
 }
 
-# uv unpacks on all cores, several times as fast as pip. Of pip's settings it is told the index alone:
-# where it finds no packages, pip still may.
+# uv unpacks on all cores, several times as fast as pip. Of pip's settings it is told the index alone,
+# and to trust whom the system trusts, as pip does: where it finds no packages, pip still may.
 install() {
   if [[ -x .venv/bin/uv && -z ${uv_failed:-} ]]; then
-    .venv/bin/uv pip install --quiet --python .venv/bin/python "$bytecode-bytecode" \
-      -c constraints.txt "$@" && return
+    .venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python \
+      "$bytecode-bytecode" -c constraints.txt "$@" 2>.venv/uv.log && return
     uv_failed=1
+    echo "uv could not (.venv/uv.log says why); pip takes a little longer."
   fi
   with_pip "$bytecode" "$@"
 }

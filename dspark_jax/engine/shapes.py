@@ -70,7 +70,6 @@ def paying_shapes(
 
 def _not_too_deep(shape: Shape, batch: int, depths: Sequence[int], costs: CostTables) -> Shape:
     """The shape, shallower where what it walks beyond an even share is dear."""
-
     even = -(-(shape.rows - batch) // batch)
     walked = tuple(Shape(depth, shape.rows) for depth in depths if even <= depth <= shape.depth)
     if not walked:
