@@ -106,7 +106,7 @@ class Occupied:
 
     def compiled_text(self) -> str:
         """Optimised program of the device loop, a step a turn."""
-        state = jax.eval_shape(lambda: self._programs.start(self._config))
+        state = self._programs.start(self._config)
         lowered = slot_programs._RUN(self._programs.slots * self._config.width).lower(
             self._programs.weights,
             state,

@@ -46,7 +46,7 @@ from dspark_jax.bench.arms import ADAPTIVE, arm_config, chosen_arms
 from dspark_jax.bench.summary import add_ratios
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.compiling import compile_together, jit_for_rows
+from dspark_jax.compiling import bound, compile_together, jit_for_rows
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import SamplingParams
 from dspark_jax.decode.setup import cache_dtype, tables_for, variant
@@ -217,7 +217,7 @@ class Sweep:
         def lowered() -> Iterator[jax.stages.Lowered]:
             for prepared, users in loads:
                 for step in prepared.steps.values():
-                    state = jax.eval_shape(functools.partial(self._occupied, step, users))
+                    state = bound(jax.eval_shape(functools.partial(self._occupied, step, users)))
                     weights, placed = self._fixed(step, users)
                     call = weights, state, prepared.tables, placed
                     program = _program(step, users)
@@ -232,7 +232,7 @@ class Sweep:
         chosen by what had been read until then.
         """
         any_step = next(iter(prepared.steps.values()))
-        state = self._occupied(any_step, users)
+        state = bound(self._occupied(any_step, users))
         weights, placed = self._fixed(any_step, users)
         shapes = tuple(shape for shape in prepared.steps if shape is not None)
         costs = jax.device_get(prepared.tables)
@@ -240,7 +240,7 @@ class Sweep:
         everyone, unlimited = np.arange(users), np.iinfo(np.int32).max
         for slot in range(users):
             choice.begin(slot, unlimited, self.rows)
-        rows = jnp.full(users, self.rows, jnp.int32)
+        rows = bound(jnp.full(users, self.rows, jnp.int32))
         reports: list[Report] = []
         begin = 0.0
         for index in range(UNTIMED + max(LEAST_DISPATCHES, -(-blocks // (users * STEPS)))):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.progress import track
 
 FEW_ROWS = 64
@@ -32,6 +33,27 @@ def jit_for_rows(function: Callable[..., Any], **how: Any) -> Callable[[int], An
     few = jax.jit(function, **how)
     many = jax.jit(function, compiler_options=CUBLAS, **how)
     return lambda rows: few if rows <= FEW_ROWS else many
+
+
+def bound[T](state: T) -> T:
+    """The same arrays, nothing copied, but bound to their device, as what programs return is.
+
+    A program that holds a kernel which was lowered before it (``pallas_kernels.lowered_once``)
+    binds its results to their device, where arrays usually follow whatever they meet. To JAX an
+    operand that is bound is another operand: a program called first with a state that is not, and
+    then with what it returned, is compiled twice, the second time in the midst of serving.
+
+    Args:
+        state: arrays, or their shapes, which then belong to the default device.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            [device] = jnp.zeros(()).devices()
+            return leaf.update(sharding=jax.sharding.SingleDeviceSharding(device))
+        return jax.device_put(leaf, leaf.sharding)
+
+    return jax.tree.map(one, state)
 
 
 def compile_together(programs: Iterable[jax.stages.Lowered], progress: bool = False) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.compiling import jit_for_rows
+from dspark_jax.compiling import bound, jit_for_rows
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS
@@ -131,7 +131,7 @@ class SlotPrograms:
 
     def start(self, config: StepConfig) -> State:
         """Empty slots."""
-        return _INIT(
+        state = _INIT(
             config,
             slots=self.slots,
             capacity=self.context,
@@ -139,6 +139,7 @@ class SlotPrograms:
             dtype=self.dtype,
             stop_width=MAX_STOP_IDS,
         )
+        return bound(state)
 
     def clear(self, state: State, slots: Sequence[int]) -> State:
         """Stop decoding in these slots."""

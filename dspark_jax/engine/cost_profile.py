@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
-from dspark_jax.compiling import compile_together, jit_for_rows
+from dspark_jax.compiling import bound, compile_together, jit_for_rows
 from dspark_jax.decode import noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft, no_drafts
@@ -160,7 +160,7 @@ def profile(
         for kind, *size in programs:
             run, given = program(kind, batch, *size)
             runs.append(functools.partial(_of_steps, run, weights, given))
-        found = _seconds_a_step(runs, occupied(batch, total))
+        found = _seconds_a_step(runs, bound(occupied(batch, total)))
         for (kind, *size), seconds in zip(programs, found, strict=True):
             rows = size[0] + sum(size[1:]) * config.prompt_width
             one = {"kind": kind, "requests": batch, "size": rows, "rows": total}
@@ -178,7 +178,7 @@ def profile(
 
     def lowered() -> Iterator[jax.stages.Lowered]:
         for batch, sizes, _ in plans:
-            state = jax.eval_shape(lambda batch=batch: occupied(batch, 1))
+            state = bound(jax.eval_shape(lambda batch=batch: occupied(batch, 1)))
             drafting = (("draft", depth) for depth in depths)
             for kind, *size in (*drafting, *(("verify", *size) for size in sizes)):
                 run, given = program(kind, batch, *size)

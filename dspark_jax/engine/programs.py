@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dspark_jax.compiling import compile_together, jit_for_rows
+from dspark_jax.compiling import bound, compile_together, jit_for_rows
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.request import MAX_STOP_IDS, SamplingParams
 from dspark_jax.decode.setup import Needs, needs_of, serving
@@ -147,7 +147,7 @@ class Programs:
             stop_width=MAX_STOP_IDS,
         )
         self._weights, self._weights_tree = jax.tree.flatten(self.weights)
-        self._state, self._state_tree = jax.tree.flatten(state)
+        self._state, self._state_tree = jax.tree.flatten(bound(state))
         nobody = self._begin([])
         self._admits = structure_of(self._state_tree, nobody.layout)
         change = functools.partial(_admitted, tree=self._state_tree, layout=nobody.layout)
