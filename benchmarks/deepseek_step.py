@@ -41,6 +41,7 @@ from benchmarks.deepseek_pair import EASE, PAIRS, random_weights, replayed
 from benchmarks.record import Record
 from benchmarks.simulated_target import starts
 from benchmarks.step_parts import part_seconds
+from dspark_jax.compiling import jit_for_rows
 from dspark_jax.decode import loop
 from dspark_jax.decode.config import Shape, StepConfig
 from dspark_jax.decode.state import State, init_state, make_requests
@@ -227,9 +228,8 @@ class Program:
         self.tables = _tables(self.config, cell.users)
         cells = self.config, cell.users, cell.context
         self._begin = _occupied.lower(*cells)
-        program = jax.jit(
-            functools.partial(_run, config=self.config, rows=cell.context), donate_argnums=1
-        )
+        run = functools.partial(_run, config=self.config, rows=cell.context)
+        program = jit_for_rows(run, donate_argnums=1)(cell.rows)
         state = jax.eval_shape(functools.partial(_occupied, *cells))
         preferred = dict.fromkeys(COMPARED, "xla") if cell.implementation == PLAIN else {}
         with preferring(**preferred):
