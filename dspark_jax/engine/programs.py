@@ -31,6 +31,7 @@ from dspark_jax.engine.roster import Roster
 from dspark_jax.engine.scheduler import Piece, Plan
 from dspark_jax.engine.sequence import Sequence as Text
 from dspark_jax.engine.shapes import ShapeChoice, extremes
+from dspark_jax.engine.small_places import keep_places
 from dspark_jax.models.pages import PagePool
 from dspark_jax.schedule.cost import CostTables
 
@@ -148,6 +149,7 @@ class Programs:
         )
         self._weights, self._weights_tree = jax.tree.flatten(self.weights)
         self._state, self._state_tree = jax.tree.flatten(bound(state))
+        self._places = keep_places(jax.default_backend())
         nobody = self._begin([])
         self._admits = structure_of(self._state_tree, nobody.layout)
         change = functools.partial(_admitted, tree=self._state_tree, layout=nobody.layout)
