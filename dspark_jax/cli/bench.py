@@ -87,7 +87,8 @@ def bench(
             GPU, else 1.
         lag: age in steps of the confidences that decide a budget.
         bound_blocks: let the adaptive arms bound what full blocks would have committed, which
-            takes time of its own, and compare that with what cap-accept saw.
+            takes time of its own, and compare that with what cap-accept saw; prices stay as they
+            are, so that both arms walk and verify alike.
         apart: give every arm a process of its own, so that all compile at the same time and then
             take turns at each load: a machine that drifts does so for all of them. Needs --arms.
         figures: folder for policy.png, cost_curve.png and throughput_interactivity.png.
@@ -218,6 +219,8 @@ def _run(
         prefix_reuse=False,  # or a load would find the prompts of the one before
         steps=steps,
         bound_blocks=bound_blocks,
+        # corrected by their own step times, two arms would soon draft differently
+        correct_costs=not bound_blocks,
     )
     ids = np.concatenate([np.asarray(one, np.int32) for one in traffic.prompts])
     record = Record(

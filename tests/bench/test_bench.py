@@ -364,6 +364,17 @@ def test_the_curves_that_decided_are_drawn_from_the_cost_table(command, tmp_path
     assert (figures / "cost_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_prices_are_corrected_unless_blocks_are_bounded(command, tmp_path, monkeypatch):
+    bases = []
+    monkeypatch.setattr(subcommand, "run_arms", lambda *given, **_: bases.append(given[2]))
+    flags = ["--arms", "compact", "--cost-table", str(tmp_path / "costs.json")]
+    assert main([*command, *flags]) == main([*command, *flags, "--bound-blocks"]) == 0
+    assert [(base.correct_costs, base.bound_blocks) for base in bases] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_arms_apart_are_given_what_they_look_at_and_one_that_dies_is_told(
     command, tmp_path, monkeypatch, capsys
 ):

@@ -1,0 +1,219 @@
+"""How well any confidence could tell accepted drafts from refused ones, above temperature 0.
+
+    python -m benchmarks.confidence_ceiling --prompts PROMPTS --json ceiling.json
+
+A draft is accepted by a draw. What can be known before the draw is its probability, the sum of
+min(p, q) over the vocabulary (Leviathan et al., arXiv 2211.17192). A confidence head, which does
+not have the target's distribution p, can only come near it. Full blocks of real decoding are scored
+by both.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import Array, Bool, Float, Int
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import held_out
+from benchmarks.pair import open_drafter
+from benchmarks.record import Record
+from dspark_jax.calibration.metrics import auroc
+from dspark_jax.checkpoints.drafter import LoadedDrafter
+from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
+from dspark_jax.decode import loop, noise
+from dspark_jax.decode.config import StepConfig
+from dspark_jax.decode.draft import draft
+from dspark_jax.decode.state import Requests, State, init_state, make_requests
+from dspark_jax.decode.step import Weights, decode_step
+from dspark_jax.models.ragged import rectangle
+from dspark_jax.schedule.cost import CostTables, no_costs
+
+
+@functools.partial(jax.jit, static_argnames=("config", "new_tokens"))
+def _start(
+    weights: Weights,
+    prompts: Int[Array, "S P"],
+    lengths: Int[Array, "S"],
+    requests: Requests,
+    *,
+    config: StepConfig,
+    new_tokens: int,
+) -> State:
+    """Prompts read, everyone about to decode."""
+    slots, width = prompts.shape
+    state = init_state(
+        config,
+        slots=slots,
+        capacity=width + new_tokens,
+        max_tokens=new_tokens,
+        dtype=config.target.family.input_embedding(weights.target).dtype,
+        stop_width=requests.stop_ids.shape[1],
+    )
+    every = jnp.arange(slots, dtype=jnp.int32)
+    state = loop.prefill(weights, state, every, prompts, lengths - 1, config=config)
+    anchor = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
+    return loop.admit(state, every, anchor, requests)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _step(
+    weights: Weights, state: State, tables: CostTables, *, config: StepConfig
+) -> tuple[State, Bool[Array, "S"], Float[Array, "S G"], Float[Array, "S G"], Int[Array, "S"]]:
+    """A step; who verified a full block in it, sums of min(p, q), confidences, drafts accepted."""
+    keys = noise.step_keys(state.requests.seed, state.steps)
+    drafts = draft(weights, state, keys, config.depth, config=config)
+    rows = jnp.concatenate([state.anchor[:, None], drafts.tokens], axis=1)
+    packed = rectangle(rows, state.cache.length, jnp.full((state.slots,), config.width))
+    target = config.target.family
+    hidden, _, _ = target.forward(config.target, weights.target, state.cache, packed, taps=())
+    logits = packed.unpack(target.unembed(config.target, weights.target, hidden))[:, : config.depth]
+    assert drafts.scores is not None, "the config says that requests sample"
+    p = jax.nn.softmax(logits / state.requests.temperature[:, None, None], axis=-1)
+    overlap = jnp.minimum(p, jax.nn.softmax(drafts.scores, axis=-1)).sum(axis=-1)
+    state, outcome = decode_step(weights, state, tables, config=config)
+    full = (outcome.count > 0) & (outcome.window == config.depth)
+    return state, full, overlap, jax.nn.sigmoid(drafts.confidence), outcome.accepted
+
+
+def blocks(
+    target: LoadedTarget,
+    drafter: LoadedDrafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+    new_tokens: int,
+    batch: int,
+) -> tuple[Float[np.ndarray, "N G"], Float[np.ndarray, "N G"], Int[np.ndarray, "N"]]:
+    """Full blocks: probabilities of acceptance, confidences, and drafts accepted.
+
+    Args:
+        prompts: token ids.
+        temperature: above 0.
+        new_tokens: tokens of an answer at most.
+        batch: prompts answered together.
+
+    Raises:
+        ValueError: a temperature of 0, a drafter whose vocabulary is not the target's, or one
+            without a confidence head.
+    """
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature}; wanted more than 0: no draw accepts a greedy draft"
+        )
+    if drafter.config.draft_vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"the drafter draws from {drafter.config.draft_vocab_size} tokens; wanted the target's "
+            f"{target.config.vocab_size}"
+        )
+    if not drafter.config.enable_confidence_head:
+        raise ValueError(f"drafter {drafter.name} has no confidence head")
+    config = StepConfig(target.config, drafter.config, "static", filtered=False)
+    weights = Weights(target.weights, drafter.weights)
+    width = max(map(len, prompts))
+
+    def found() -> Iterator[Any]:
+        for begin in range(0, len(prompts), batch):
+            asked = prompts[begin : begin + batch]
+            ids, lengths = np.zeros((batch, width), np.int32), np.ones(batch, np.int32)
+            for row, prompt in enumerate(asked):
+                ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            requests = make_requests(
+                batch,
+                temperature=temperature,
+                seed=begin,
+                # rows of a group that is not full end at once
+                max_new_tokens=jnp.where(jnp.arange(batch) < len(asked), new_tokens, 0),
+                context=width + new_tokens,
+                stop_ids=jnp.asarray(target.stop_token_ids or (-1,)),
+            )
+            how = {"config": config, "new_tokens": new_tokens}
+            state = _start(weights, jnp.asarray(ids), jnp.asarray(lengths), requests, **how)
+            tables = no_costs(batch, config.depth)
+            while bool(state.active.any()):
+                state, full, *columns = _step(weights, state, tables, config=config)
+                yield [np.asarray(column)[np.asarray(full)] for column in columns]
+
+    overlap, confidence, accepted = map(np.concatenate, zip(*found(), strict=True))
+    return overlap, confidence, accepted
+
+
+def by_position(
+    overlap: Float[np.ndarray, "N G"],
+    confidence: Float[np.ndarray, "N G"],
+    accepted: Int[np.ndarray, "N"],
+) -> list[dict[str, Any]]:
+    """AUROC of both scores at each position: of a draft alone, and of all up to it."""
+    rows = []
+    for j in range(overlap.shape[1]):
+        reached, survived = accepted >= j, accepted > j
+        row: dict[str, Any] = {
+            "position": j + 1,
+            "reached": int(reached.sum()),
+            "accepted": float(survived[reached].mean()),
+            "expected": float(overlap[reached, j].mean()),
+        }
+        for name, score in (("head", confidence), ("probability", overlap)):
+            row[f"conditional_auroc_{name}"] = auroc(score[reached, j], survived[reached])
+            row[f"survival_auroc_{name}"] = auroc(score[:, : j + 1].prod(axis=1), survived)
+        rows.append(row)
+    return rows
+
+
+def main(
+    prompts: Path,
+    *,
+    target: str = SMOLLM2,
+    drafter: str = "smollm2-135m-dspark",
+    temperature: float = 1.0,
+    new_tokens: int = 160,
+    batch: int = 8,
+    limit: int = 100,
+    most_prompt_tokens: int = 400,
+    output: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+) -> int:
+    """Score the drafts of held-out answers by their confidence and by their probability.
+
+    Args:
+        prompts: the prompt folder.
+        target: a target as `dspark generate` takes it.
+        drafter: a drafter with a confidence head.
+        temperature: above 0.
+        new_tokens: tokens of an answer at most.
+        batch: prompts answered together.
+        limit: prompts at most, from each set in turn.
+        most_prompt_tokens: longer prompts are left out.
+        output: where to write the raw result.
+    """
+    loaded = load_target(target, jnp.bfloat16)
+    pair = open_drafter(drafter, loaded)
+    asked = held_out.encode(loaded, held_out.interleave(held_out.load(prompts), limit))
+    asked = [ids for ids in asked if len(ids) <= most_prompt_tokens]
+    record = Record(output, target=target, drafter=drafter, prompts=len(asked))
+    with record.arm(temperature=temperature, new_tokens=new_tokens) as entry:
+        how = {"temperature": temperature, "new_tokens": new_tokens, "batch": batch}
+        found = blocks(loaded, pair, asked, **how)
+        entry["blocks"] = len(found[0])
+        entry["positions"] = by_position(*found)
+        table = Table(title=f"AUROC, temperature {temperature:g}, {len(found[0])} blocks")
+        for name in entry["positions"][0]:
+            table.add_column(name.replace("_", " "))
+        for row in entry["positions"]:
+            table.add_row(
+                *(f"{one:.3f}" if isinstance(one, float) else f"{one}" for one in row.values())
+            )
+        Console().print(table)
+    return record.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))
