@@ -2,10 +2,12 @@
 
     python -m benchmarks.confidence_ceiling --prompts PROMPTS --json ceiling.json
 
-A draft is accepted by a draw. What can be known before the draw is its probability, the sum of
-min(p, q) over the vocabulary (Leviathan et al., arXiv 2211.17192). A confidence head, which does
-not have the target's distribution p, can only come near it. Full blocks of real decoding are scored
-by both.
+A draft x is drawn from q and accepted by another draw, with probability min(1, p(x) / q(x))
+(Leviathan et al., arXiv 2211.17192). Of a score that has seen the drafts before x but not x itself,
+as a confidence must not, the best is the sum of min(p, q) over the vocabulary; that the block
+survives up to x, the product of the ratios of the drafts before x and of that sum. Both need the
+target's distribution p, which a confidence head does not have. Full blocks of real decoding are
+scored by head and by these.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +39,22 @@ from dspark_jax.decode.state import Requests, State, init_state, make_requests
 from dspark_jax.decode.step import Weights, decode_step
 from dspark_jax.models.ragged import rectangle
 from dspark_jax.schedule.cost import CostTables, no_costs
+
+
+class Blocks(NamedTuple):
+    """Full blocks.
+
+    Attributes:
+        confidence: ``[N, G]`` of the head, uncalibrated.
+        overlap: ``[N, G]`` probability of acceptance before the draft is drawn, given those before.
+        ratio: ``[N, G]`` the same of the draft that was drawn.
+        accepted: ``[N]`` drafts accepted.
+    """
+
+    confidence: Any
+    overlap: Any
+    ratio: Any
+    accepted: Any
 
 
 @functools.partial(jax.jit, static_argnames=("config", "new_tokens"))
@@ -68,8 +86,8 @@ def _start(
 @functools.partial(jax.jit, static_argnames="config")
 def _step(
     weights: Weights, state: State, tables: CostTables, *, config: StepConfig
-) -> tuple[State, Bool[Array, "S"], Float[Array, "S G"], Float[Array, "S G"], Int[Array, "S"]]:
-    """A step; who verified a full block in it, sums of min(p, q), confidences, drafts accepted."""
+) -> tuple[State, Bool[Array, "S"], Blocks]:
+    """A step, and its blocks; only those are whole that the second result names."""
     keys = noise.step_keys(state.requests.seed, state.steps)
     drafts = draft(weights, state, keys, config.depth, config=config)
     rows = jnp.concatenate([state.anchor[:, None], drafts.tokens], axis=1)
@@ -79,10 +97,13 @@ def _step(
     logits = packed.unpack(target.unembed(config.target, weights.target, hidden))[:, : config.depth]
     assert drafts.scores is not None, "the config says that requests sample"
     p = jax.nn.softmax(logits / state.requests.temperature[:, None, None], axis=-1)
-    overlap = jnp.minimum(p, jax.nn.softmax(drafts.scores, axis=-1)).sum(axis=-1)
+    q = jax.nn.softmax(drafts.scores, axis=-1)
+    drawn = functools.partial(jnp.take_along_axis, indices=drafts.tokens[..., None], axis=-1)
+    ratio = jnp.minimum(drawn(p) / drawn(q), 1.0)[..., 0]
+    overlap = jnp.minimum(p, q).sum(axis=-1)
     state, outcome = decode_step(weights, state, tables, config=config)
     full = (outcome.count > 0) & (outcome.window == config.depth)
-    return state, full, overlap, jax.nn.sigmoid(drafts.confidence), outcome.accepted
+    return state, full, Blocks(jax.nn.sigmoid(drafts.confidence), overlap, ratio, outcome.accepted)
 
 
 def blocks(
@@ -93,8 +114,8 @@ def blocks(
     temperature: float,
     new_tokens: int,
     batch: int,
-) -> tuple[Float[np.ndarray, "N G"], Float[np.ndarray, "N G"], Int[np.ndarray, "N"]]:
-    """Full blocks: probabilities of acceptance, confidences, and drafts accepted.
+) -> Blocks:
+    """Full blocks of answers to these prompts, on the host.
 
     Args:
         prompts: token ids.
@@ -103,9 +124,11 @@ def blocks(
         batch: prompts answered together.
 
     Raises:
-        ValueError: a temperature of 0, a drafter whose vocabulary is not the target's, or one
-            without a confidence head.
+        ValueError: no prompts, a temperature of 0, a drafter whose vocabulary is not the target's,
+            or one without a confidence head.
     """
+    if not prompts:
+        raise ValueError("no prompt is left; wanted one or more")
     if temperature <= 0:
         raise ValueError(
             f"temperature is {temperature}; wanted more than 0: no draw accepts a greedy draft"
@@ -140,32 +163,38 @@ def blocks(
             state = _start(weights, jnp.asarray(ids), jnp.asarray(lengths), requests, **how)
             tables = no_costs(batch, config.depth)
             while bool(state.active.any()):
-                state, full, *columns = _step(weights, state, tables, config=config)
-                yield [np.asarray(column)[np.asarray(full)] for column in columns]
+                state, full, step = _step(weights, state, tables, config=config)
+                yield [np.asarray(column)[np.asarray(full)] for column in step]
 
-    overlap, confidence, accepted = map(np.concatenate, zip(*found(), strict=True))
-    return overlap, confidence, accepted
+    return Blocks(*map(np.concatenate, zip(*found(), strict=True)))
 
 
-def by_position(
-    overlap: Float[np.ndarray, "N G"],
-    confidence: Float[np.ndarray, "N G"],
-    accepted: Int[np.ndarray, "N"],
-) -> list[dict[str, Any]]:
-    """AUROC of both scores at each position: of a draft alone, and of all up to it."""
+def by_position(blocks: Blocks) -> list[dict[str, Any]]:
+    """AUROC of head and ceiling at each position that a block reached, alone and up to it."""
     rows = []
-    for j in range(overlap.shape[1]):
-        reached, survived = accepted >= j, accepted > j
-        row: dict[str, Any] = {
-            "position": j + 1,
-            "reached": int(reached.sum()),
-            "accepted": float(survived[reached].mean()),
-            "expected": float(overlap[reached, j].mean()),
+    for j in range(int(blocks.accepted.max(initial=-1) + 1)):
+        if j == blocks.overlap.shape[1]:
+            break
+        reached, survived = blocks.accepted >= j, blocks.accepted > j
+        before = blocks.ratio[:, :j].prod(axis=1)
+        alone = {"head": blocks.confidence[:, j], "ceiling": blocks.overlap[:, j]}
+        whole = {
+            "head": blocks.confidence[:, : j + 1].prod(axis=1),
+            "ceiling": before * blocks.overlap[:, j],
         }
-        for name, score in (("head", confidence), ("probability", overlap)):
-            row[f"conditional_auroc_{name}"] = auroc(score[reached, j], survived[reached])
-            row[f"survival_auroc_{name}"] = auroc(score[:, : j + 1].prod(axis=1), survived)
-        rows.append(row)
+        rows.append(
+            {
+                "position": j + 1,
+                "reached": int(reached.sum()),
+                "accepted": float(survived[reached].mean()),
+                "expected": float(blocks.overlap[reached, j].mean()),
+            }
+            | {
+                f"alone_{name}": auroc(one[reached], survived[reached])
+                for name, one in alone.items()
+            }
+            | {f"survival_{name}": auroc(one, survived) for name, one in whole.items()}
+        )
     return rows
 
 
@@ -202,9 +231,9 @@ def main(
     with record.arm(temperature=temperature, new_tokens=new_tokens) as entry:
         how = {"temperature": temperature, "new_tokens": new_tokens, "batch": batch}
         found = blocks(loaded, pair, asked, **how)
-        entry["blocks"] = len(found[0])
-        entry["positions"] = by_position(*found)
-        table = Table(title=f"AUROC, temperature {temperature:g}, {len(found[0])} blocks")
+        entry["blocks"] = len(found.accepted)
+        entry["positions"] = by_position(found)
+        table = Table(title=f"AUROC, temperature {temperature:g}, {len(found.accepted)} blocks")
         for name in entry["positions"][0]:
             table.add_column(name.replace("_", " "))
         for row in entry["positions"]:

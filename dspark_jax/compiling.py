@@ -44,13 +44,17 @@ def bound[T](state: T) -> T:
     then with what it returned, is compiled twice, the second time in the midst of serving.
 
     Args:
-        state: arrays, or their shapes, which then belong to the default device.
+        state: JAX arrays, or shapes of some, which belong to the default device unless they say
+            where they are.
+
+    Raises:
+        AttributeError: something else among them, a NumPy array for one.
     """
+    [device] = jnp.zeros(()).devices()
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            [device] = jnp.zeros(()).devices()
-            return leaf.update(sharding=jax.sharding.SingleDeviceSharding(device))
+            return leaf.update(sharding=leaf.sharding or jax.sharding.SingleDeviceSharding(device))
         return jax.device_put(leaf, leaf.sharding)
 
     return jax.tree.map(one, state)

@@ -149,7 +149,7 @@ class Programs:
         )
         self._weights, self._weights_tree = jax.tree.flatten(self.weights)
         self._state, self._state_tree = jax.tree.flatten(bound(state))
-        self._places = keep_places(jax.default_backend())
+        self._places = keep_places(jax.default_backend(), self._state[0].sharding)
         nobody = self._begin([])
         self._admits = structure_of(self._state_tree, nobody.layout)
         change = functools.partial(_admitted, tree=self._state_tree, layout=nobody.layout)

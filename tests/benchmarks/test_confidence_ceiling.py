@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.confidence_ceiling import blocks, by_position
+from benchmarks.confidence_ceiling import Blocks, blocks, by_position
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import LoadedTarget
 from dspark_jax.testing import markov
@@ -33,30 +33,47 @@ def found(pair):
 
 
 def test_a_block_is_scored_by_what_target_and_drafter_have_in_common(pair, found):
+    """Of one and the same token before the draft, which nobody tells."""
     p, q = (jax.nn.softmax(one.weights.logits / 0.7, axis=-1) for one in pair)
-    possible = np.minimum(p, q).sum(axis=-1)
-    overlap, confidence, _ = found
-    assert len(overlap) > 400
-    nearest = np.abs(overlap[..., None] - possible).min(axis=-1)
-    assert nearest.max() < 1e-5
-    heads = jax.nn.sigmoid(pair[1].weights.confidence)
+    overlap = np.minimum(p, q).sum(axis=-1)
+    heads = np.asarray(jax.nn.sigmoid(pair[1].weights.confidence))
+    ratio = np.append(np.minimum(p / q, 1.0), np.ones((VOCAB, 1)), axis=1)
+    assert len(found.accepted) > 400
     for position in range(BLOCK):
-        apart = np.abs(confidence[:, position, None] - heads[position]).min(axis=-1)
-        assert apart.max() < 1e-6
+        apart = np.abs(found.overlap[:, position, None] - overlap)
+        apart += np.abs(found.confidence[:, position, None] - heads[position])
+        apart += np.abs(found.ratio[:, position, None, None] - ratio).min(axis=-1)
+        assert apart.min(axis=-1).max() < 1e-5
 
 
 def test_drafts_are_accepted_as_often_as_their_probability_says(found):
-    for row in by_position(*found):
+    rows = by_position(found)
+    assert len(rows) == BLOCK
+    for row in rows:
         deviation = 0.5 / np.sqrt(row["reached"])
         assert row["accepted"] == pytest.approx(row["expected"], abs=4 * deviation)
+    chance = np.cumprod(found.ratio, axis=1).mean(axis=0)
+    for position, expected in enumerate(chance):
+        survived = (found.accepted > position).mean()
+        assert survived == pytest.approx(expected, abs=2 / np.sqrt(len(found.accepted)))
 
 
 def test_no_score_tells_drafts_apart_better_than_their_probability(found):
-    for row in by_position(*found):
-        for kind in ("conditional", "survival"):
-            assert row[f"{kind}_auroc_probability"] > row[f"{kind}_auroc_head"]
+    for row in by_position(found):
+        assert row["alone_ceiling"] > row["alone_head"]
+        assert row["survival_ceiling"] > row["survival_head"]
+
+
+def test_positions_that_no_block_reached_are_left_out():
+    one = Blocks(*np.full((3, 4, 2), 0.5), np.array([0, 0, 1, 0]))
+    assert [row["reached"] for row in by_position(one)] == [4, 1]
 
 
 def test_greedy_drafts_are_refused(pair):
     with pytest.raises(ValueError, match="temperature is 0"):
         blocks(*pair, [[1]], temperature=0.0, **HOW)
+
+
+def test_no_prompt_is_refused(pair):
+    with pytest.raises(ValueError, match="no prompt is left"):
+        blocks(*pair, [], temperature=1.0, **HOW)
