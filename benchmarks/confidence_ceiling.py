@@ -29,13 +29,14 @@ from rich.table import Table
 from benchmarks import held_out
 from benchmarks.pair import open_drafter
 from benchmarks.record import Record
+from benchmarks.traces import groups
 from dspark_jax.calibration.metrics import auroc
 from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
 from dspark_jax.decode import loop, noise
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.draft import draft
-from dspark_jax.decode.state import Requests, State, init_state, make_requests
+from dspark_jax.decode.state import Requests, State, init_state
 from dspark_jax.decode.step import Weights, decode_step
 from dspark_jax.models.ragged import rectangle
 from dspark_jax.schedule.cost import CostTables, no_costs
@@ -142,26 +143,13 @@ def blocks(
         raise ValueError(f"drafter {drafter.name} has no confidence head")
     config = StepConfig(target.config, drafter.config, "static", filtered=False)
     weights = Weights(target.weights, drafter.weights)
-    width = max(map(len, prompts))
 
     def found() -> Iterator[Any]:
-        for begin in range(0, len(prompts), batch):
-            asked = prompts[begin : begin + batch]
-            ids, lengths = np.zeros((batch, width), np.int32), np.ones(batch, np.int32)
-            for row, prompt in enumerate(asked):
-                ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-            requests = make_requests(
-                batch,
-                temperature=temperature,
-                seed=begin,
-                # rows of a group that is not full end at once
-                max_new_tokens=jnp.where(jnp.arange(batch) < len(asked), new_tokens, 0),
-                context=width + new_tokens,
-                stop_ids=jnp.asarray(target.stop_token_ids or (-1,)),
-            )
-            how = {"config": config, "new_tokens": new_tokens}
-            state = _start(weights, jnp.asarray(ids), jnp.asarray(lengths), requests, **how)
-            tables = no_costs(batch, config.depth)
+        how = {"temperature": temperature, "new_tokens": new_tokens, "batch": batch}
+        for _, ids, lengths, requests in groups(target, prompts, **how):
+            fixed = {"config": config, "new_tokens": new_tokens}
+            state = _start(weights, ids, lengths, requests, **fixed)
+            tables = no_costs(len(lengths), config.depth)
             while bool(state.active.any()):
                 state, full, step = _step(weights, state, tables, config=config)
                 yield [np.asarray(column)[np.asarray(full)] for column in step]

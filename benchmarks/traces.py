@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from benchmarks import held_out
 from benchmarks.pair import open_drafter
@@ -37,7 +37,7 @@ from dspark_jax.checkpoints.resolve import SMOLLM2, LoadedTarget, load_target
 from dspark_jax.decode.confidences import weights_digest
 from dspark_jax.decode.config import StepConfig
 from dspark_jax.decode.loop import generate
-from dspark_jax.decode.state import make_requests
+from dspark_jax.decode.state import Requests, make_requests
 from dspark_jax.decode.step import Weights
 from dspark_jax.schedule.cost import no_costs
 from dspark_jax.text.template_digest import template_digest
@@ -91,6 +91,38 @@ def read_traces(path: Path) -> Traces:
     return Traces(records.source, len(records.answers), logits, blocks.accepted)
 
 
+def groups(
+    target: LoadedTarget,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+    new_tokens: int,
+    batch: int,
+) -> Iterator[tuple[Sequence[Sequence[int]], Array, Array, Requests]]:
+    """Prompts by groups of at most ``batch``, as `decode.loop.generate` takes them.
+
+    Yields:
+        The group, its ids ``[S, P]``, their lengths ``[S]``, and its requests, seeded by place.
+    """
+    width = -(-max(map(len, prompts)) // 64) * 64
+    batch = min(batch, len(prompts))
+    for begin in range(0, len(prompts), batch):
+        asked = prompts[begin : begin + batch]
+        ids, lengths = np.zeros((batch, width), np.int32), np.ones(batch, np.int32)
+        for row, prompt in enumerate(asked):
+            ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        requests = make_requests(
+            batch,
+            temperature=temperature,
+            seed=begin,
+            # rows of a group that is not full end at once
+            max_new_tokens=jnp.where(jnp.arange(batch) < len(asked), new_tokens, 0),
+            context=width + new_tokens,
+            stop_ids=jnp.asarray(target.stop_token_ids or (-1,)),
+        )
+        yield asked, jnp.asarray(ids), jnp.asarray(lengths), requests
+
+
 def record(
     target: LoadedTarget,
     drafter: LoadedDrafter,
@@ -121,29 +153,15 @@ def record(
         filtered=False,
         record_confidences=True,
     )
-    width = -(-max(map(len, prompts)) // 64) * 64
-    batch = min(batch, len(prompts))
     answers = []
-    for begin in range(0, len(prompts), batch):
-        asked = prompts[begin : begin + batch]
-        ids, lengths = np.zeros((batch, width), np.int32), np.ones(batch, np.int32)
-        for row, prompt in enumerate(asked):
-            ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        requests = make_requests(
-            batch,
-            temperature=temperature,
-            seed=begin,
-            # rows of a group that is not full end at once
-            max_new_tokens=jnp.where(jnp.arange(batch) < len(asked), new_tokens, 0),
-            context=width + new_tokens,
-            stop_ids=jnp.asarray(target.stop_token_ids or (-1,)),
-        )
+    how = {"temperature": temperature, "new_tokens": new_tokens, "batch": batch}
+    for asked, ids, lengths, requests in groups(target, prompts, **how):
         found = generate(
             Weights(target.weights, drafter.weights),
-            jnp.asarray(ids),
-            jnp.asarray(lengths),
+            ids,
+            lengths,
             requests,
-            no_costs(batch, size),
+            no_costs(len(lengths), size),
             config=config,
             max_tokens=new_tokens,
         )
