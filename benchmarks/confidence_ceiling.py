@@ -160,9 +160,7 @@ def blocks(
 def by_position(blocks: Blocks) -> list[dict[str, Any]]:
     """AUROC of head and ceiling at each position that a block reached, alone and up to it."""
     rows = []
-    for j in range(int(blocks.accepted.max(initial=-1) + 1)):
-        if j == blocks.overlap.shape[1]:
-            break
+    for j in range(min(int(blocks.accepted.max(initial=-1)) + 1, blocks.overlap.shape[1])):
         reached, survived = blocks.accepted >= j, blocks.accepted > j
         before = blocks.ratio[:, :j].prod(axis=1)
         alone = {"head": blocks.confidence[:, j], "ceiling": blocks.overlap[:, j]}
