@@ -60,10 +60,17 @@ def test_what_such_a_program_returns_is_bound_and_what_is_bound_is_not_copied(lo
     assert held.committed
     assert jax.jit(summing._weight)(free).committed
     assert held.unsafe_buffer_pointer() == free.unsafe_buffer_pointer()
+
+
+def test_what_is_compiled_for_bound_shapes_is_found_by_bound_arrays(caplog):
     shape = bound(jax.ShapeDtypeStruct((3,), jnp.int32))
+    held = bound(jnp.arange(3, dtype=jnp.int32))
     run = jax.jit(lambda x: x + 1)
     run.lower(shape).compile()
-    assert shape.sharding == held.sharding
+    with compilations(caplog) as found:
+        run(held)
+    assert found == []
+    assert bound(shape).sharding is shape.sharding
 
 
 def test_an_engine_compiles_its_programs_once_and_none_while_it_serves(lowered_before, caplog):
