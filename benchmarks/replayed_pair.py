@@ -237,26 +237,37 @@ def walk(
     state: Any,
     hidden: Float[Array, "S D"],
     previous: Int[Array, "S"],
-) -> tuple[Array, Array, Any]:
-    """Inner's bias, in which the recorded draft is far ahead, and the recorded confidence."""
+) -> tuple[Array, Any]:
+    """Inner's bias, in which the recorded draft is far ahead."""
     inner = config.inner
     walking, block, at = state
     blocks = weights.accepted.shape[0]
     if block is None:
         block = previous % blocks
     with jax.named_scope("draft"):
-        bias, confidence, walking = inner.family.walk(
-            inner, weights.inner, walking, hidden, previous
-        )
+        bias, walking = inner.family.walk(inner, weights.inner, walking, hidden, previous)
     if bias is None:
         bias = jnp.zeros((previous.shape[0], inner.draft_vocab_size), jnp.float32)
     right = at < weights.accepted[block]
     drafted = jnp.where(right, successor(previous, blocks), previous)
-    recorded = weights.logits[block, at]
-    if confidence is not None:
-        # the head inside is computed, and heard only if it breaks
-        recorded = jnp.where(jnp.isnan(confidence), confidence, recorded)
-    return _saying(bias, drafted), recorded, (walking, block, at + 1)
+    return _saying(bias, drafted), (walking, block, at + 1)
+
+
+def confidences(
+    config: ReplayedDrafterConfig,
+    weights: ReplayedDrafterWeights,
+    hidden: Float[Array, "S C D"],
+    previous: Int[Array, "S C"],
+) -> Float[Array, "S C"]:
+    """The recorded ones of the block that the anchor names."""
+    inner = config.inner
+    recorded = weights.logits[previous[:, 0] % weights.accepted.shape[0], : previous.shape[1]]
+    with jax.named_scope("draft"):
+        computed = inner.family.confidences(inner, weights.inner, hidden, previous)
+    if computed is None:
+        return recorded
+    # the head inside is computed, and heard only if it breaks
+    return jnp.where(jnp.isnan(computed), computed, recorded)
 
 
 def to_target_ids(weights: Any, draft_ids: Array) -> Array:

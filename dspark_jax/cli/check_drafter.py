@@ -195,20 +195,21 @@ def _greedy_round(
     hidden = family.block_hidden(config, weights, weights.embed, context, anchor, start)
     base = family.base_logits(config, weights, weights.lm_head, hidden)
     state, previous = family.start_walk(config, weights, 1), anchor
-    logits, tokens, confidences = [], [], []
+    logits, tokens, before = [], [], []
     for j in range(config.block_size):
-        bias, confidence, state = family.walk(config, weights, state, hidden[:, j], previous)
+        before.append(previous)
+        bias, state = family.walk(config, weights, state, hidden[:, j], previous)
         corrected = base[:, j] if bias is None else base[:, j] + bias
         previous = jnp.argmax(corrected, axis=-1).astype(anchor.dtype)
         logits.append(corrected)
         tokens.append(previous)
-        confidences.append(confidence)
     found = {
         "block_hidden": hidden,
         "base_logits": base,
         "tokens": jnp.stack(tokens, axis=1),
         "corrected_logits": jnp.stack(logits, axis=1),
     }
-    if weights.confidence is not None:
-        found["confidence_logits"] = jnp.stack(confidences, axis=1)
+    confidence = family.confidences(config, weights, hidden, jnp.stack(before, axis=1))
+    if confidence is not None:
+        found["confidence_logits"] = confidence
     return context, found

@@ -36,7 +36,7 @@ class Drafts:
 
 def no_drafts(config: StepConfig, slots: int) -> Drafts:
     """The result of a step that does not draft."""
-    return _pad(config, slots, [], [], [], [])
+    return _pad(config, slots, [], [], [], None)
 
 
 # jitted so that steps that differ in what they read of prompts share a trace
@@ -67,9 +67,10 @@ def draft(
     base = None if silent else family.base_logits(drafter, weights.drafter, head, hidden)
     walk = family.start_walk(drafter, weights.drafter, state.slots)
     previous = state.anchor
-    tokens, scores, logprobs, confidences = [], [], [], []
+    before, tokens, scores, logprobs = [], [], [], []
     for j in range(cap):
-        previous, score, logprob, confidence, walk = _position(
+        before.append(previous)
+        previous, score, logprob, walk = _position(
             weights.drafter,
             head,
             walk,
@@ -84,8 +85,9 @@ def draft(
         tokens.append(previous)
         scores.append(score)
         logprobs.append(logprob)
-        confidences.append(confidence)
-    return _pad(config, state.slots, tokens, scores, logprobs, confidences)
+    # of the whole block at once: a product a position would cost a launch each
+    confidence = family.confidences(drafter, weights.drafter, hidden, jnp.stack(before, axis=1))
+    return _pad(config, state.slots, tokens, scores, logprobs, confidence)
 
 
 # jitted so that the positions of a block are traced and lowered once; XLA sees them unrolled
@@ -102,18 +104,16 @@ def _position(
     temperature: Float[Array, "S"],
     *,
     drafter: Any,
-) -> tuple[Int[Array, "S"], Array | None, Array | None, Array | None, Any]:
-    """The draft at ``place``, its scores and log q where it is drawn, confidence, and the walk.
+) -> tuple[Int[Array, "S"], Array | None, Array | None, Any]:
+    """The draft at ``place``, its scores and log q where it is drawn, and the walk.
 
     ``base`` is None where greedy requests are walked without their logits.
     """
     family = drafter.family
     if base is None:
-        column, confidence, walk = family.best_position(
-            drafter, weights, head, walk, hidden, previous
-        )
-        return family.to_target_ids(weights, column), None, None, confidence, walk
-    bias, confidence, walk = family.walk(drafter, weights, walk, hidden, previous)
+        column, walk = family.best_position(drafter, weights, head, walk, hidden, previous)
+        return family.to_target_ids(weights, column), None, None, walk
+    bias, walk = family.walk(drafter, weights, walk, hidden, previous)
     logits = base if bias is None else base + bias
     score = logprob = None
     if keys is None:
@@ -125,7 +125,7 @@ def _position(
         column = best_token(jnp.where(greedy[:, None], score, score + draw))
         chosen = jnp.take_along_axis(score, column[:, None], axis=-1)[:, 0]
         logprob = chosen - jax.nn.logsumexp(score, axis=-1)
-    return family.to_target_ids(weights, column), score, logprob, confidence, walk
+    return family.to_target_ids(weights, column), score, logprob, walk
 
 
 def _walks_without_logits(family: Any, weights: Any, head: Array, slots: int) -> bool:
@@ -134,14 +134,26 @@ def _walks_without_logits(family: Any, weights: Any, head: Array, slots: int) ->
 
 
 def _pad(
-    config: StepConfig, slots: int, tokens: list, scores: list, logprobs: list, confidences: list
+    config: StepConfig,
+    slots: int,
+    tokens: list[Array],
+    scores: list[Any],
+    logprobs: list[Any],
+    confidence: Float[Array, "S C"] | None,
 ) -> Drafts:
     """Stack per-position results along axis 1 and fill the rest of the block with zeros."""
 
+    def filled(columns: Array) -> Array:
+        missing = config.depth - columns.shape[1]
+        return jnp.pad(columns, ((0, 0), (0, missing), *((0, 0),) * (columns.ndim - 2)))
+
     def block(columns: list, tail: tuple[int, ...], dtype: Any) -> Array:
-        missing = config.depth - len(columns)
-        padding = jnp.zeros((slots, missing, *tail), dtype)
-        return jnp.concatenate([jnp.stack(columns, axis=1), padding], 1) if columns else padding
+        if not columns:
+            return jnp.zeros((slots, config.depth, *tail), dtype)
+        return filled(jnp.stack(columns, axis=1))
+
+    if confidence is None and config.drafter.enable_confidence_head:
+        confidence = jnp.zeros((slots, 0), jnp.float32)
 
     return Drafts(
         tokens=block(tokens, (), jnp.int32),
@@ -149,7 +161,5 @@ def _pad(
         if config.sampled
         else None,
         logprob=block(logprobs, (), jnp.float32) if config.sampled else None,
-        confidence=block(confidences, (), jnp.float32)
-        if config.drafter.enable_confidence_head
-        else None,
+        confidence=None if confidence is None else filled(confidence),
     )

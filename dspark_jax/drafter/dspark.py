@@ -157,9 +157,19 @@ def walk(
     state: Float[Array, "S R"] | None,
     hidden: Float[Array, "S D"],
     previous: Int[Array, "S"],
-) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S"] | None, Float[Array, "S R"] | None]:
-    """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state."""
+) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S R"] | None]:
+    """One position: fp32 logit bias (None = no head), and the next state."""
     return heads.walk_position(config, weights, state, hidden, previous)
+
+
+def confidences(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    hidden: Float[Array, "S C D"],
+    previous: Int[Array, "S C"],
+) -> Float[Array, "S C"] | None:
+    """fp32 confidence logits of the walked positions; None without a head."""
+    return heads.confidences(config, weights, hidden, previous)
 
 
 def walks_without_logits(weights: DrafterWeights, head: Float[Array, "V D"], slots: int) -> bool:
@@ -175,8 +185,8 @@ def best_position(
     state: Float[Array, "S R"] | None,
     hidden: Float[Array, "S D"],
     previous: Int[Array, "S"],
-) -> tuple[Int[Array, "S"], Float[Array, "S"] | None, Float[Array, "S R"] | None]:
-    """One position of greedy requests: best column, confidence logit (None = no head), state."""
+) -> tuple[Int[Array, "S"], Float[Array, "S R"] | None]:
+    """One position of greedy requests: best column, and the next state."""
     return heads.best_position(config, weights, _head(weights, head), state, hidden, previous)
 
 

@@ -77,17 +77,26 @@ def walk_position(
     state: Float[Array, "... R"] | None,
     hidden: Float[Array, "... D"],
     previous: Int[Array, "..."],
-) -> tuple[Float[Array, "... Vd"] | None, Float[Array, "..."] | None, Array | None]:
-    """One position of the walk: fp32 logit bias, fp32 confidence logit, next state.
+) -> tuple[Float[Array, "... Vd"] | None, Array | None]:
+    """One position of the walk: fp32 logit bias, None without a sequential head; next state."""
+    ranked, state = _ranked(config, weights, state, hidden, previous)
+    if ranked is None:
+        return None, state
+    assert weights.markov is not None
+    return vocabulary_logits(ranked, weights.markov.w2), state
 
-    The bias is None without a sequential head, the confidence None without a confidence head.
-    """
-    ranked, embedding, state = _ranked(config, weights, state, hidden, previous)
-    bias = None
-    if ranked is not None:
-        assert weights.markov is not None
-        bias = vocabulary_logits(ranked, weights.markov.w2)
-    return bias, _confidence(config, weights, hidden, embedding), state
+
+def confidences(
+    config: DrafterConfig,
+    weights: DrafterWeights,
+    hidden: Float[Array, "... D"],
+    previous: Int[Array, "..."],
+) -> Float[Array, "..."] | None:
+    """fp32 confidence logits of any positions; None without a confidence head."""
+    embedding = None
+    if config.confidence_head_with_markov and weights.markov is not None:
+        embedding = markov_embedding(weights.markov, previous)
+    return _confidence(config, weights, hidden, embedding)
 
 
 def walks_without_logits(
@@ -113,18 +122,18 @@ def best_position(
     state: Float[Array, "S R"] | None,
     hidden: Float[Array, "S D"],
     previous: Int[Array, "S"],
-) -> tuple[Int[Array, "S"], Float[Array, "S"] | None, Array | None]:
+) -> tuple[Int[Array, "S"], Array | None]:
     """`walk_position` of greedy requests: the best column of ``head``'s logits plus bias.
 
     A bias is a product of low rank, whatever the head, so neither has to be written.
     """
-    ranked, embedding, state = _ranked(config, weights, state, hidden, previous)
+    ranked, state = _ranked(config, weights, state, hidden, previous)
     low_rank = None
     if ranked is not None:
         assert weights.markov is not None
         low_rank = ranked, weights.markov.w2
     column, _ = best_linear(hidden.astype(head.dtype), head, low_rank)
-    return column, _confidence(config, weights, hidden, embedding), state
+    return column, state
 
 
 def _ranked(
@@ -133,13 +142,12 @@ def _ranked(
     state: Float[Array, "... R"] | None,
     hidden: Float[Array, "... D"],
     previous: Int[Array, "..."],
-) -> tuple[Float[Array, "... R"] | None, Float[Array, "... R"] | None, Array | None]:
-    """What ``w2`` is applied to, the previous token's embedding, next state; no head: None."""
+) -> tuple[Float[Array, "... R"] | None, Array | None]:
+    """What ``w2`` is applied to, None without a head; next state."""
     if weights.markov is None:
-        return None, None, state
+        return None, state
     embedding = markov_embedding(weights.markov, previous)
-    ranked, state = rank_step(config, weights.markov, state, hidden, embedding)
-    return ranked, embedding, state
+    return rank_step(config, weights.markov, state, hidden, embedding)
 
 
 def rank_block(

@@ -75,10 +75,20 @@ class DrafterFamily(Protocol):
         state: Any,
         hidden: Float[Array, "S D"],
         previous: Int[Array, "S"],
-    ) -> tuple[Float[Array, "S Vd"] | None, Float[Array, "S"] | None, Any]:
-        """One position: fp32 logit bias (None = no head), confidence logit (None = no head), state.
+    ) -> tuple[Float[Array, "S Vd"] | None, Any]:
+        """One position: fp32 logit bias (None = no head), and the next state."""
+        ...
 
-        The confidence sees the hidden state and the *previous* token, never the drafted one.
+    def confidences(
+        self,
+        config: Any,
+        weights: Any,
+        hidden: Float[Array, "S C D"],
+        previous: Int[Array, "S C"],
+    ) -> Float[Array, "S C"] | None:
+        """fp32 confidence logits of the walked positions; None = no head.
+
+        A confidence sees the hidden state and the *previous* token, never the drafted one.
         """
         ...
 
@@ -94,7 +104,7 @@ class DrafterFamily(Protocol):
         state: Any,
         hidden: Float[Array, "S D"],
         previous: Int[Array, "S"],
-    ) -> tuple[Int[Array, "S"], Float[Array, "S"] | None, Any]:
+    ) -> tuple[Int[Array, "S"], Any]:
         """`walk` of greedy requests: the best column of base logits plus bias, neither written."""
         ...
 

@@ -139,7 +139,7 @@ def block_hidden(
     anchor: Array,
     start: Array,
 ) -> Array:
-    """The draft position, so that ``walk`` knows it."""
+    """The draft position, so that ``confidences`` knows it."""
     position = jnp.arange(config.block_size, dtype=jnp.float32)
     return jnp.broadcast_to(position[None, :, None], (anchor.shape[0], config.block_size, 1))
 
@@ -156,10 +156,14 @@ def start_walk(config: Any, weights: Any, slots: int) -> None:
 
 def walk(
     config: Any, weights: MarkovDrafterWeights, state: None, hidden: Array, previous: Array
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, None]:
     """Look the previous token up."""
-    position = hidden[:, 0].astype(jnp.int32)
-    return weights.logits[previous], weights.confidence[position, previous], None
+    return weights.logits[previous], None
+
+
+def confidences(config: Any, weights: MarkovDrafterWeights, hidden: Array, previous: Array) -> Array:
+    """Look position and previous token up."""
+    return weights.confidence[hidden[..., 0].astype(jnp.int32), previous]
 
 
 def to_target_ids(weights: Any, draft_ids: Array) -> Array:

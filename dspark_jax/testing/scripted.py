@@ -95,9 +95,14 @@ def start_walk(config: Any, weights: Any, slots: int) -> None:
 
 def walk(
     config: Any, weights: ScriptedWeights, state: None, hidden: Array, previous: Array
-) -> tuple[None, Array, None]:
-    """No bias, the one confidence."""
-    return None, jnp.broadcast_to(weights.confidence, previous.shape), None
+) -> tuple[None, None]:
+    """No bias."""
+    return None, None
+
+
+def confidences(config: Any, weights: ScriptedWeights, hidden: Array, previous: Array) -> Array:
+    """The one confidence."""
+    return jnp.broadcast_to(weights.confidence, previous.shape)
 
 
 def to_target_ids(weights: Any, draft_ids: Array) -> Array:

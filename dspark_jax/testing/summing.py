@@ -222,11 +222,25 @@ def walk(
     state: Float[Array, "S"],
     hidden: Float[Array, "S 2"],
     previous: Int[Array, "S"],
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
     """Add the previous token and look the sum up."""
     state = state + hidden[:, 1] * previous
-    index = (hidden[:, 0] + state).astype(jnp.int32) % config.vocab_size
-    return weights.logits[index], weights.confidence[index], state
+    return weights.logits[_index(config, hidden, state)], state
+
+
+def confidences(
+    config: SummingDrafterConfig,
+    weights: SummingWeights,
+    hidden: Float[Array, "S C 2"],
+    previous: Int[Array, "S C"],
+) -> Array:
+    """Look the sums up."""
+    return weights.confidence[_index(config, hidden, jnp.cumsum(hidden[..., 1] * previous, axis=1))]
+
+
+def _index(config: SummingDrafterConfig, hidden: Array, block: Array) -> Array:
+    """Where the sum of context and block is found in a table."""
+    return (hidden[..., 0] + block).astype(jnp.int32) % config.vocab_size
 
 
 def to_target_ids(weights: Any, draft_ids: Array) -> Array:

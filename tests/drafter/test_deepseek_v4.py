@@ -158,7 +158,8 @@ def test_the_confidence_reads_the_hidden_state_before_its_norm_and_the_previous_
     weights = drafter.weights
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, 32)), jnp.float32)
     previous = jnp.array([5, 9])
-    bias, confidence, state = dspark.walk(drafter.config, weights, None, hidden, previous)
+    bias, state = dspark.walk(drafter.config, weights, None, hidden, previous)
+    confidence = dspark.confidences(drafter.config, weights, hidden, previous)
     embedding = weights.markov_w1[previous]
     np.testing.assert_allclose(bias, embedding @ weights.markov_w2.T, atol=1e-4)
     wanted = np.concatenate([hidden, embedding], axis=1) @ weights.confidence

@@ -27,12 +27,11 @@ def hidden_and_tokens(config, dtype=jnp.float32, blocks=3):
 @functools.partial(jax.jit, static_argnums=0)
 def walk_all(config, weights, hidden, previous):
     state = dspark.start_walk(config, weights, hidden.shape[0])
-    biases, confidences = [], []
+    biases = []
     for j in range(hidden.shape[1]):
-        bias, confidence, state = dspark.walk(config, weights, state, hidden[:, j], previous[:, j])
+        bias, state = dspark.walk(config, weights, state, hidden[:, j], previous[:, j])
         biases.append(bias)
-        confidences.append(confidence)
-    return jnp.stack(biases, axis=1), jnp.stack(confidences, axis=1)
+    return jnp.stack(biases, axis=1), dspark.confidences(config, weights, hidden, previous)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -66,14 +65,11 @@ def test_the_best_of_a_position_is_that_of_base_logits_and_bias(make_drafter, ch
     walk = best_walk = dspark.start_walk(config, weights, len(hidden))
     for j in range(2):
         operands = hidden[:, j], previous[:, j]
-        bias, confidence, walk = dspark.walk(config, weights, walk, *operands)
+        bias, walk = dspark.walk(config, weights, walk, *operands)
         logits = dspark.base_logits(config, weights, borrowed, hidden[:, j])
         logits = logits if bias is None else logits + bias
-        column, seen, best_walk = dspark.best_position(
-            config, weights, borrowed, best_walk, *operands
-        )
+        column, best_walk = dspark.best_position(config, weights, borrowed, best_walk, *operands)
         np.testing.assert_array_equal(column, logits.argmax(axis=-1))
-        np.testing.assert_array_equal(seen, confidence)
         jax.tree.map(np.testing.assert_array_equal, best_walk, walk)
 
 
@@ -105,13 +101,12 @@ def test_rank_zero_is_no_head(make_drafter):
     drafter = make_drafter(markov_rank=0, confidence_head_with_markov=False)
     hidden, previous = hidden_and_tokens(drafter.config)
     assert dspark.start_walk(drafter.config, drafter.weights, 3) is None
-    bias, confidence, state = dspark.walk(
-        drafter.config, drafter.weights, None, hidden[:, 0], previous[:, 0]
-    )
+    bias, state = dspark.walk(drafter.config, drafter.weights, None, hidden[:, 0], previous[:, 0])
     assert bias is None
     assert state is None
+    confidence = dspark.confidences(drafter.config, drafter.weights, hidden, previous)
     assert confidence is not None
-    assert confidence.shape == (3,)
+    assert confidence.shape == previous.shape
     silent = make_drafter(confidence_head_with_markov=False)
     weights = silent.weights.replace(
         markov=silent.weights.markov.replace(w2=jnp.zeros_like(silent.weights.markov.w2))
@@ -127,6 +122,7 @@ def test_a_drafter_without_confidence_head_reports_none(make_drafter):
     drafter = make_drafter(enable_confidence_head=False)
     hidden, previous = hidden_and_tokens(drafter.config)
     assert walk_block(drafter.config, drafter.weights, hidden, previous)[1] is None
+    assert dspark.confidences(drafter.config, drafter.weights, hidden, previous) is None
 
 
 def test_the_confidence_reads_the_ungated_embedding(make_drafter):

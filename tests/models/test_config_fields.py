@@ -87,7 +87,8 @@ def drafter_program(config, weights):
         hidden = family.block_hidden(config, weights, weights.embed, context, anchor, anchor)
         state = family.start_walk(config, weights, SLOTS)
         logits = family.base_logits(config, weights, weights.lm_head, hidden)
-        return logits, family.walk(config, weights, state, hidden[:, 0], anchor)
+        confidence = family.confidences(config, weights, hidden[:, :1], anchor[:, None])
+        return logits, family.walk(config, weights, state, hidden[:, 0], anchor), confidence
 
     width = len(config.target_layer_ids) * config.target_hidden_size
     return traced(run, weights, jnp.zeros((SLOTS, width)), jnp.ones(SLOTS, jnp.int32))

@@ -78,9 +78,10 @@ def both(weights, embed, head, batch, anchors):
     hidden = dspark.block_hidden(CONFIG, weights, embed, context, tokens, anchors[0])
     base = dspark.base_logits(CONFIG, weights, head, hidden)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    bias, confidence, _ = dspark.walk(CONFIG, weights, None, flat, blocks.previous.reshape(-1))
+    bias, _ = dspark.walk(CONFIG, weights, None, flat, blocks.previous.reshape(-1))
+    confidence = dspark.confidences(CONFIG, weights, hidden, blocks.previous[0])
     drafted = base + bias.reshape(base.shape)
-    return trained, (hidden[None], drafted[None], confidence.reshape(1, *hidden.shape[:2]))
+    return trained, (hidden[None], drafted[None], confidence[None])
 
 
 def test_blocks_at_anchors_are_those_that_decoding_drafts(target, shipped):

@@ -215,14 +215,13 @@ def test_training_logits_equal_those_of_inference_with_the_same_context(recorded
             config, weights, weights.embed, context, anchor[None], start[None]
         )
         base = dspark.base_logits(config, weights, weights.lm_head, hidden)[0]
-        state, drafted, confident = dspark.start_walk(config, weights, 1), [], []
+        state, drafted = dspark.start_walk(config, weights, 1), []
         for j in range(config.block_size):
-            bias, logit, state = dspark.walk(
-                config, weights, state, hidden[:, j], previous[j][None]
-            )
+            bias, state = dspark.walk(config, weights, state, hidden[:, j], previous[j][None])
             drafted.append(base[j] if bias is None else base[j] + bias[0])
-            confident.append(logit[0])
-        return jnp.stack(drafted), jnp.stack(confident)
+        confident = dspark.confidences(config, weights, hidden, previous[None])
+        assert confident is not None
+        return jnp.stack(drafted), confident[0]
 
     for index in (0, 3):
         start = recorded.tensors["anchors"][0, index].astype(jnp.int32)

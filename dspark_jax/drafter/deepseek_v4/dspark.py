@@ -152,11 +152,22 @@ def walk(
     state: None,
     hidden: Float[Array, "S D"],
     previous: Int[Array, "S"],
-) -> tuple[Float[Array, "S V"], Float[Array, "S"], None]:
-    """One position: fp32 logit bias W2 e and confidence logit w . [hidden; e], e = W1[previous]."""
+) -> tuple[Float[Array, "S V"], None]:
+    """One position: fp32 logit bias W2 W1[previous]."""
     embedding = jnp.take(weights.markov_w1, previous, axis=0)
-    bias = linear(embedding, weights.markov_w2, jnp.float32)
-    return bias, _confidence(weights, hidden, embedding), None
+    return linear(embedding, weights.markov_w2, jnp.float32), None
+
+
+def confidences(
+    config: DeepseekV4DrafterConfig,
+    weights: DeepseekV4DrafterWeights,
+    hidden: Float[Array, "S C D"],
+    previous: Int[Array, "S C"],
+) -> Float[Array, "S C"]:
+    """fp32 confidence logits w . [hidden; e] of the walked positions, e = W1[previous]."""
+    embedding = jnp.take(weights.markov_w1, previous, axis=0)
+    seen = jnp.concatenate([hidden.astype(jnp.float32), embedding.astype(jnp.float32)], axis=-1)
+    return jnp.sum(seen * weights.confidence, axis=-1)
 
 
 def walks_without_logits(
@@ -173,19 +184,12 @@ def best_position(
     state: None,
     hidden: Float[Array, "S D"],
     previous: Int[Array, "S"],
-) -> tuple[Int[Array, "S"], Float[Array, "S"], None]:
-    """One position of greedy requests: best column and confidence logit."""
+) -> tuple[Int[Array, "S"], None]:
+    """One position of greedy requests: best column."""
     embedding = jnp.take(weights.markov_w1, previous, axis=0)
     normed = _normed(config, weights, head, hidden)
     column, _ = best_linear(normed, head, (embedding, weights.markov_w2))
-    return column, _confidence(weights, hidden, embedding), None
-
-
-def _confidence(
-    weights: DeepseekV4DrafterWeights, hidden: Float[Array, "S D"], embedding: Float[Array, "S R"]
-) -> Float[Array, "S"]:
-    seen = jnp.concatenate([hidden.astype(jnp.float32), embedding.astype(jnp.float32)], axis=-1)
-    return jnp.sum(seen * weights.confidence, axis=-1)
+    return column, None
 
 
 def to_target_ids(
