@@ -161,7 +161,9 @@ def walk(
     return weights.logits[previous], None
 
 
-def confidences(config: Any, weights: MarkovDrafterWeights, hidden: Array, previous: Array) -> Array:
+def confidences(
+    config: Any, weights: MarkovDrafterWeights, hidden: Array, previous: Array
+) -> Array:
     """Look position and previous token up."""
     return weights.confidence[hidden[..., 0].astype(jnp.int32), previous]
 
