@@ -76,7 +76,7 @@ class Options:
     choices: tuple[int, ...] = (256, 1024)
     cost_table: Path | None = None
     short: int = 60
-    long: int = 360
+    long: int = 600
     repeats: int = 3
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
