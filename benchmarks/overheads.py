@@ -142,13 +142,14 @@ def time_choice(
         choice.begin(slot, 256, 100)
     learnt, chosen = [], []
     steps = config.dispatch_steps(users)
+    confidences = (steps, users, step.depth)
     for _ in range(CHOICES):
         report: Any = SimpleNamespace(
             outcome=SimpleNamespace(
                 count=np.ones((steps, users), np.int32),
                 decision=SimpleNamespace(
                     depth=np.full(steps, step.depth),
-                    confidence=random.uniform(0.3, 1.0, (steps, users, step.depth)),
+                    confidence=random.uniform(0.3, 1.0, confidences).astype(np.float32),
                 ),
             )
         )

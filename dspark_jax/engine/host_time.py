@@ -1,4 +1,4 @@
-"""How long the host needs for a step: what it does between two dispatches but waiting."""
+"""How long the host needs for a step: what it does between two dispatches, and the launching."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ RECENT = 15
 
 
 class HostTime:
-    """Adds up what happens between dispatches that follow on each other."""
+    """Adds up what happens between dispatches that follow on each other, and what launches them.
+
+    The two run beside each other, in threads of their own, so the slower one sets the pace.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._launches: deque[float] = deque(maxlen=RECENT)
         self._since: float | None = None
         self._waited = 0.0
 
     @property
     def step(self) -> float:
         """Seconds a step, the caller's own work between dispatches included; 0 if not known."""
-        return statistics.median(self._recent) if self._recent else 0.0
+        return max(statistics.median(one) if one else 0.0 for one in (self._recent, self._launches))
 
     def dispatched(self, now: float, steps: int) -> None:
         """A dispatch of so many steps is launched, the host being done with the one before."""
@@ -29,8 +33,12 @@ class HostTime:
         self._since, self._waited = now, 0.0
 
     def waited(self, seconds: float) -> None:
-        """The device was waited for."""
+        """The device was waited for, or a launch."""
         self._waited += seconds
+
+    def launched(self, seconds: float, steps: int) -> None:
+        """A dispatch of so many steps took so long to be launched."""
+        self._launches.append(seconds / steps)
 
     def idle(self) -> None:
         """There was nothing to dispatch."""

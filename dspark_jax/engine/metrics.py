@@ -128,8 +128,8 @@ class Metrics:
         for leg in flight.legs:
             assert leg.ended is not None, "a dispatch is read before it is counted"
             seconds = leg.ended - max(flight.sent, self._read_at)
-            # Read late, it may have ended long before, and the next one begun.
-            exact = leg.waited and (self._waited or flight.sent >= self._read_at)
+            # Read late, it may have ended long before; launched late, have begun long after.
+            exact = leg.waited and self._waited and leg.ahead
             self._read_at, self._waited = leg.ended, leg.waited
             steps = slice(begin, begin := begin + leg.steps)
             counted = users[steps], verified[steps], depth[steps], contexts[steps]

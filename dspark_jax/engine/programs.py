@@ -157,6 +157,7 @@ class Programs:
         self._warm: dict[Needs, StepConfig] = {}
         self._statics: dict[tuple[StepConfig, int, int, int, Shape | None], dict[str, Any]] = {}
         self._lanes: tuple[Packed, Packed] | None = None
+        self._newest: Packed | None = None
 
     @property
     def slots(self) -> int:
@@ -280,11 +281,16 @@ class Programs:
 
         def launch() -> list[Packed]:
             reports = []
-            for groups, call in launches:
+            for leg, (groups, call) in zip(legs, launches, strict=True):
+                begin = time.perf_counter()
                 for group in groups:
                     self._admit(group)
-                reports.append(self._launch(call))
-                reports[-1].words.copy_to_host_async()
+                before, report = self._newest, self._launch(call)
+                leg.launching = time.perf_counter() - begin
+                leg.ahead = before is not None and not _over(before)
+                self._newest = report
+                report.words.copy_to_host_async()
+                reports.append(report)
             return reports
 
         launched = self._launcher.submit(launch)
@@ -373,6 +379,11 @@ class Programs:
         """These begin to decode, a group at most; on the device."""
         packed = pack(starting_of(sequences, self._group, self.roster, self.context))
         return Packed(jax.device_put(packed.words), packed.layout)
+
+
+def _over(report: Packed) -> bool:
+    words: Any = report.words
+    return words.is_ready()
 
 
 def _tier(tiers: tuple[int, ...], wanted: int) -> int:

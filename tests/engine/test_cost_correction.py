@@ -132,7 +132,7 @@ def serve(make_engine):
             machine["dispatches"] += 1
             hiccup = 50 if machine["dispatches"] == machine["hiccup"] else 1
             machine["now"] += leg.steps * seconds * hiccup
-            leg.ended, leg.waited = machine["now"], True
+            leg.ended, leg.waited, leg.ahead = machine["now"], True, True
 
     def run(*, slower=1.0, hiccup=None, count=300, **changes):
         machine = {"now": 0.0, "dispatches": 0, "slower": slower, "hiccup": hiccup}
@@ -179,14 +179,17 @@ def test_one_hiccup_changes_no_decision(serve):
     assert shaken == plain, "windows included"
 
 
-def test_a_dispatch_that_is_read_late_teaches_nothing(make_engine, monkeypatch):
+@pytest.mark.parametrize(("waited", "ahead"), [(False, True), (True, False)])
+def test_a_dispatch_that_is_read_or_launched_late_teaches_nothing(
+    make_engine, monkeypatch, waited, ahead
+):
     engine = make_engine(cost_table=table(), correct_costs=True)
     engine.warmup(SHARED)
 
     def late(flight, clock):
         jax.block_until_ready(flight.launched.result())
         for leg in flight.legs:
-            leg.ended, leg.waited = clock() + 5.0, False
+            leg.ended, leg.waited, leg.ahead = clock() + 5.0, waited, ahead
 
     monkeypatch.setattr(Flight, "wait", late)
     engine.generate([Request([1], SamplingParams(max_new_tokens=20))])

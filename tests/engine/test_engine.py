@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +170,33 @@ def test_the_next_dispatch_is_planned_while_one_is_still_being_launched(compact,
     monkeypatch.setattr(engine._programs, "_launch", slow)
     name = engine.add(Request([1, 2], SamplingParams(max_new_tokens=4)))
     assert engine.step() == {}, "it has come back although nothing runs"
-    assert len(engine._flights) == 1
+    [flight] = engine._flights
+    time.sleep(0.1)
     blocked.set()
     assert len(drain(engine)[name].token_ids) > 0
+    assert flight.legs[0].launching >= 0.1
+    assert not flight.legs[0].ahead, "the device had nothing to do meanwhile"
+    assert engine._host.step >= 0.1 / flight.plan.steps, "whoever launches sets the pace too"
+
+
+def test_a_launch_is_ahead_while_the_device_is_busy_with_the_one_before(compact, monkeypatch):
+    engine, wait = compact(), Flight.wait
+    asked, legs = [], []
+
+    def over(report):
+        asked.append(len(asked) % 2 == 0)
+        return asked[-1]
+
+    def waited(flight, clock):
+        wait(flight, clock)
+        legs.extend(flight.legs)
+
+    monkeypatch.setattr("dspark_jax.engine.programs._over", over)
+    monkeypatch.setattr(Flight, "wait", waited)
+    while len(legs) < 4:
+        engine.add(Request([1, 2], SamplingParams(max_new_tokens=4)))
+        drain(engine)
+    assert [leg.ahead for leg in legs] == [False, *(not one for one in asked)], "none before it"
 
 
 def test_500_mixed_requests_trace_nothing_and_move_nothing_unasked_after_warm_up(
@@ -181,7 +206,8 @@ def test_500_mixed_requests_trace_nothing_and_move_nothing_unasked_after_warm_up
 
     def wait(flight, clock):
         plain(flight, clock)
-        flight.waited = True  # however slow the host was: tables are to be corrected
+        for leg in flight.legs:  # however slow the host was: tables are to be corrected
+            leg.waited = leg.ahead = True
 
     monkeypatch.setattr(Flight, "wait", wait)
     engine = compact(correct_costs=True)

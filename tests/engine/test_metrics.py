@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +210,9 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
         running=[],
         store=SimpleNamespace(count=1, free=1, cached=0),
     )
-    metrics = Metrics(step, lambda step, _: step, lambda: {(4, 0): tables}, scheduler)
+    before: Any = SimpleNamespace(_read_at=1.0, _waited=True)
+    costs = {(4, 0): tables}
+    metrics = Metrics(step, lambda step, _: step, lambda: costs, scheduler, before=before)
     outcome = SimpleNamespace(
         count=np.array([[2, 1, 0, 0], [3, 0, 0, 0]]),
         window=np.array([[1, 2, 0, 0], [2, 0, 0, 0]]),
@@ -221,7 +224,7 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
             confidence=np.array([[[0.5, 0.5], [0.5, np.nan]] + [[1, 1]] * 2] * 2, np.float32),
         ),
     )
-    leg = Leg(steps=2, pieces=0, shape=None, ended=7.0, waited=True)
+    leg = Leg(steps=2, pieces=0, shape=None, ended=7.0, waited=True, ahead=True)
     flight = SimpleNamespace(sent=1.0, batch=4, legs=[leg])
     rows = np.array([20, 30, 0, 0])
     expected = metrics.read(flight, SimpleNamespace(outcome=outcome), rows)
@@ -238,12 +241,14 @@ def test_a_compact_step_is_priced_by_its_bucket_and_context():
     assert found["draft_skips_total"] == 1
     # three seconds a step
     assert found["step_time_relative_error"] == pytest.approx((11 - 3 + 5.2 - 3) / 3 / 2)
-    # read late: it may have ended at any time before
-    leg = Leg(steps=2, pieces=0, shape=None, ended=7.001, waited=False)
-    flight = SimpleNamespace(sent=1.0, batch=4, legs=[leg])
-    metrics.read(flight, SimpleNamespace(outcome=outcome), rows)
-    late = as_json(metrics.figures())
-    assert late["step_time_relative_error"] == found["step_time_relative_error"]
+    # launched late, it began at any time after the one before; read late, it ended before
+    for waited, ahead in ((True, False), (False, True), (True, True)):
+        leg = Leg(steps=2, pieces=0, shape=None, ended=7.001, waited=waited, ahead=ahead)
+        flight = SimpleNamespace(sent=1.0, batch=4, legs=[leg])
+        metrics.read(flight, SimpleNamespace(outcome=outcome), rows)
+        late = as_json(metrics.figures())
+        assert late["step_time_relative_error"] == found["step_time_relative_error"]
+    # the last began when the one read late had ended, which nobody saw
     assert late["step_time_measured_seconds_total"] == pytest.approx(6.001)
 
 
