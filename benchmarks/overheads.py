@@ -93,19 +93,25 @@ def engine_step(engine: Engine, requests: Sequence[Request]) -> float:
         RuntimeError: answers were over before the clock had been started.
     """
     numbers = [engine.add(request) for request in requests]
-    while not all(engine.tokens(number) for number in numbers):
-        engine.step()
-    for _ in range(UNTIMED):
-        engine.step()
+    short = RuntimeError("answers ended before a step was timed; wanted longer ones")
+    try:
+        while not all(engine.tokens(number) for number in numbers):
+            engine.step()
+    except KeyError:
+        while engine.busy:
+            engine.step()
+        raise short from None
+    ended = [engine.step() for _ in range(UNTIMED)]
     ends = [time.perf_counter()]
-    while not engine.step():
+    while engine.busy and not any(ended):
+        ended = [engine.step()]
         ends.append(time.perf_counter())
     while engine.busy:
         engine.step()
     # the last ones may have been dispatched with fewer requests
-    ends = ends[:-UNTIMED]
+    ends = ends[: -UNTIMED - 1]
     if len(ends) < 2:
-        raise RuntimeError("answers ended before a step was timed; wanted longer ones")
+        raise short
     steps = engine.config.dispatch_steps(len(requests))
     return (ends[-1] - ends[0]) / (len(ends) - 1) / steps
 
@@ -194,7 +200,7 @@ def main(options: Options) -> int:
     facts = {"target": target.name, "drafter": drafter.name, "dtype": options.dtype}
     record = Record(options.json, **facts, short=options.short, long=options.long)
     for mode in options.modes:
-        given = {} if mode != "compact" else {"cost_table": options.cost_table}
+        given: dict[str, Any] = {"cost_table": options.cost_table} if mode == "compact" else {}
         pair = (target, None if mode == "off" else drafter)
         engine = Engine(
             *pair,
