@@ -12,7 +12,7 @@ RECENT = 15
 class HostTime:
     """Adds up what happens between dispatches that follow on each other, and what launches them.
 
-    The two run beside each other, in threads of their own, so the slower one sets the pace.
+    One comes after the other, if in threads of their own: what is to be launched is decided first.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class HostTime:
     @property
     def step(self) -> float:
         """Seconds a step, the caller's own work between dispatches included; 0 if not known."""
-        return max(statistics.median(one) if one else 0.0 for one in (self._recent, self._launches))
+        return sum(statistics.median(one) if one else 0.0 for one in (self._recent, self._launches))
 
     def dispatched(self, now: float, steps: int) -> None:
         """A dispatch of so many steps is launched, the host being done with the one before."""

@@ -176,7 +176,7 @@ def test_the_next_dispatch_is_planned_while_one_is_still_being_launched(compact,
     assert len(drain(engine)[name].token_ids) > 0
     assert flight.legs[0].launching >= 0.1
     assert not flight.legs[0].ahead, "the device had nothing to do meanwhile"
-    assert engine._host.step >= 0.1 / flight.plan.steps, "whoever launches sets the pace too"
+    assert engine._host.step >= 0.1 / flight.plan.steps, "launching is the host's work, too"
 
 
 def test_a_launch_is_ahead_while_the_device_is_busy_with_the_one_before(compact, monkeypatch):
