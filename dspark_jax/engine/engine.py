@@ -364,7 +364,6 @@ class Engine:
         begin = clock()
         flight.wait(clock)
         self._host.waited(clock() - begin)
-        self._host.launched(sum(leg.launching for leg in flight.legs), flight.plan.steps)
 
     def _settle(self, flight: Flight, report: Report) -> list[BaseException]:
         """Take over what a dispatch did to requests that still want it; what callbacks raised."""

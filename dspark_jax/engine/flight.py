@@ -26,7 +26,6 @@ class Leg:
         shape: what its steps draft and verify; None where they decide it themselves.
         ended: when the host has seen it end, seconds on the engine's clock; None until it is read.
         waited: whether the host was waiting for it then, so that ``ended`` is no later.
-        launching: seconds that its launch took, requests that it begins with included.
         ahead: whether the device was still busy with what comes before when it had been launched.
     """
 
@@ -35,7 +34,6 @@ class Leg:
     shape: Shape | None
     ended: float | None = None
     waited: bool = False
-    launching: float = 0.0
     ahead: bool = False
 
 

@@ -1,4 +1,4 @@
-"""How long the host needs for a step: what it does between two dispatches, and the launching."""
+"""How long the host needs for a step: what it does between two dispatches but waiting."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ RECENT = 15
 
 
 class HostTime:
-    """Adds up what happens between dispatches that follow on each other, and what launches them.
-
-    One comes after the other, if in threads of their own: what is to be launched is decided first.
-    """
+    """Adds up what happens between dispatches that follow on each other."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._launches: deque[float] = deque(maxlen=RECENT)
         self._since: float | None = None
         self._waited = 0.0
 
     @property
     def step(self) -> float:
         """Seconds a step, the caller's own work between dispatches included; 0 if not known."""
-        return sum(statistics.median(one) if one else 0.0 for one in (self._recent, self._launches))
+        return statistics.median(self._recent) if self._recent else 0.0
 
     def dispatched(self, now: float, steps: int) -> None:
         """A dispatch of so many steps is launched, the host being done with the one before."""
@@ -33,12 +29,8 @@ class HostTime:
         self._since, self._waited = now, 0.0
 
     def waited(self, seconds: float) -> None:
-        """The device was waited for, or a launch."""
+        """The device was waited for."""
         self._waited += seconds
-
-    def launched(self, seconds: float, steps: int) -> None:
-        """A dispatch of so many steps took so long to be launched."""
-        self._launches.append(seconds / steps)
 
     def idle(self) -> None:
         """There was nothing to dispatch."""

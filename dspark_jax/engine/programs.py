@@ -238,11 +238,11 @@ class Programs:
         self._launcher.submit(compile_and_run).result()
         self._lanes = None
 
-    def dispatch(self, plan: Plan, host: float = 0.0) -> Flight:
+    def dispatch(self, plan: Plan, least: float = 0.0) -> Flight:
         """Have a plan launched on the device and return at once.
 
         Args:
-            host: seconds that the host needs for a step, whatever it verifies.
+            least: seconds that a step takes at least, whatever it verifies: the host's.
         """
         roster, slots = self.roster, plan.slots
         sampled, filtered, logprobs = roster.needs[slots].max(axis=0).tolist()
@@ -262,7 +262,7 @@ class Programs:
 
         def add(starting: list[Text], decoding: int, room: int, steps: int) -> None:
             """A leg in which the first so many decode."""
-            shape = self._shape(slots[:decoding], batch, room, len(slots) - decoding, host)
+            shape = self._shape(slots[:decoding], batch, room, len(slots) - decoding, least)
             decodes: Any = np.zeros(batch, bool)
             decodes[lanes[:decoding]] = True
             own = Lanes(at.slots, decodes, at.table)
@@ -282,11 +282,9 @@ class Programs:
         def launch() -> list[Packed]:
             reports = []
             for leg, (groups, call) in zip(legs, launches, strict=True):
-                begin = time.perf_counter()
                 for group in groups:
                     self._admit(group)
                 before, report = self._newest, self._launch(call)
-                leg.launching = time.perf_counter() - begin
                 leg.ahead = before is not None and not _over(before)
                 self._newest = report
                 report.words.copy_to_host_async()
@@ -304,14 +302,14 @@ class Programs:
         return shapes if pieces in (0, _tier(self.piece_tiers, usual)) else extremes(shapes)
 
     def _shape(
-        self, slots: np.ndarray, batch: int, pieces: int, prefilling: int, host: float
+        self, slots: np.ndarray, batch: int, pieces: int, prefilling: int, least: float
     ) -> Shape | None:
         """What a leg drafts and verifies."""
         if self.choice is None:
             return None
         costs = self._in_use[batch, pieces]
         shapes = self._shapes(batch, pieces)
-        return self.choice.choose(shapes, batch, costs, slots, prefilling=prefilling, host=host)
+        return self.choice.choose(shapes, batch, costs, slots, prefilling=prefilling, least=least)
 
     @property
     def _group(self) -> int:

@@ -225,7 +225,7 @@ class ShapeChoice:
         slots: Whole,
         *,
         prefilling: int = 0,
-        host: float = 0.0,
+        least: float = 0.0,
     ) -> Shape:
         """The shape of a dispatch in which the requests of ``slots`` decode in ``batch`` lanes.
 
@@ -236,9 +236,8 @@ class ShapeChoice:
 
         Args:
             prefilling: requests that are not decoding yet, whose prompts the dispatch carries.
-            host: seconds that the host needs for a step. It prepares a dispatch from the end of
-                one to the end of the next but none, so where it is slower than the device two
-                dispatches take as long as both need for one.
+            least: seconds that a step takes at least. A host that needs longer for it than the
+                device has the same time for any shape, and wants the most tokens.
         """
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
@@ -253,7 +252,7 @@ class ShapeChoice:
 
         prices = _seconds(shapes, batch, costs)
         seconds = _at(float(self._rows.take(index).sum()), costs.contexts, prices)
-        seconds = np.maximum(seconds, (seconds + host) / 2)
+        seconds = np.maximum(seconds, least)
         tokens = users + _best_sums(survival, shapes)
         promised = tokens / seconds
         if prefilling and self._pace:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -171,12 +170,9 @@ def test_the_next_dispatch_is_planned_while_one_is_still_being_launched(compact,
     name = engine.add(Request([1, 2], SamplingParams(max_new_tokens=4)))
     assert engine.step() == {}, "it has come back although nothing runs"
     [flight] = engine._flights
-    time.sleep(0.1)
     blocked.set()
     assert len(drain(engine)[name].token_ids) > 0
-    assert flight.legs[0].launching >= 0.1
     assert not flight.legs[0].ahead, "the device had nothing to do meanwhile"
-    assert engine._host.step >= 0.1 / flight.plan.steps, "launching is the host's work, too"
 
 
 def test_a_launch_is_ahead_while_the_device_is_busy_with_the_one_before(compact, monkeypatch):

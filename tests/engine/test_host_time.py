@@ -15,18 +15,6 @@ def test_between_dispatches_counts_what_was_not_waiting():
     assert host.step == pytest.approx((5.0 - 3.0) / 4)
 
 
-def test_a_step_is_decided_and_then_launched():
-    host = HostTime()
-    host.launched(0.8, 4)
-    assert host.step == pytest.approx(0.2)
-    host.dispatched(0.0, 4)
-    host.dispatched(2.0, 4)
-    assert host.step == pytest.approx(0.5 + 0.2)
-    for _ in range(RECENT // 2 + 1):
-        host.launched(4.0, 2)
-    assert host.step == pytest.approx(0.5 + 2.0), "medians"
-
-
 def test_a_pause_and_a_time_without_work_change_nothing():
     host = HostTime()
     for index in range(RECENT):

@@ -109,20 +109,11 @@ def test_a_host_that_takes_longer_than_the_device_wants_the_most_tokens():
     choice = choice_of(np.full((BATCH, DEPTH), 0.6))
     shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
     rows = [
-        choice.choose(shapes, BATCH, costs(a_row=0.05), range(BATCH), host=host).rows
-        for host in (0.0, 3.0, 5.0, 1000.0)
+        choice.choose(shapes, BATCH, costs(a_row=0.05), range(BATCH), least=least).rows
+        for least in (0.0, 3.0, 10.0)
     ]
-    # 1.8 + 0.05 r seconds: 24 rows, then 32, which cost half as much more as before
-    assert rows[0] < rows[1] < rows[-1] == shapes[-1].rows
-    assert rows == sorted(rows)
-
-
-def test_a_dispatch_is_prepared_while_the_one_before_runs():
-    choice, shapes = choice_of(np.full((BATCH, DEPTH), 0.6)), (Shape(0, 8), Shape(7, 64))
-    dear = costs(base=1.0, a_row=0.0, drafting=1.5)  # 19.8 tokens in 2.5 seconds for 8 in 1
-    assert choice.choose(shapes, BATCH, dear, range(BATCH)) == Shape(0, 8)
-    # with a host of 2 seconds, 2.5 for (1 + 2) / 2
-    assert choice.choose(shapes, BATCH, dear, range(BATCH), host=2.0) == Shape(7, 64)
+    assert rows == sorted(set(rows))
+    assert rows[-1] == shapes[-1].rows
 
 
 @pytest.mark.parametrize("a_row", [0.02, 0.06])
