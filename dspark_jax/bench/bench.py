@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ def run_arms(
     *,
     rounds: int,
     least: int,
+    repeats: int = 1,
     turn: Turn = at_once,
     tell: Callable[[str], None] = _say,
 ) -> None:
@@ -77,7 +79,8 @@ def run_arms(
     An arm that raises is recorded with its error, and the next one runs.
 
     Args:
-        turn: within it a load is run and recorded.
+        repeats: times that each load is run; `middle` is kept.
+        turn: within it a load is run and recorded, once.
 
     Raises:
         ValueError: an arm or a request that could not run; nothing has been compiled then.
@@ -101,23 +104,26 @@ def run_arms(
         compiled = time.perf_counter() - begin
         for users in concurrency:
             count = requests_at(users, rounds, least)
-            entry: dict[str, Any] = {"arm": arm, "concurrency": users}
-            with turn(users):
-                try:
-                    requests = traffic.requests(count, params)
-                    few = dataclasses.replace(
-                        params, max_new_tokens=min(WARM_TOKENS, params.max_new_tokens)
-                    )
-                    closed_loop(engine, traffic.requests(users, few), users)
-                    engine.reset_metrics()
-                    load = closed_loop(engine, requests, users)
-                    entry["compile_seconds"] = round(compiled, 3)
-                    entry |= summarise(load, traffic.names(count), engine.step_config.mode)
-                    entry["metrics"] = as_json(engine.figures())
-                except Exception as error:
-                    traceback.print_exc()
-                    entry["error"] = f"{type(error).__name__}: {error}"
-                record.add(entry)
+            entry: dict[str, Any] = {}
+            runs: list[dict[str, Any]] = []
+            while len(runs) < repeats and "error" not in entry:
+                entry = {"arm": arm, "concurrency": users}
+                with turn(users):
+                    try:
+                        requests = traffic.requests(count, params)
+                        few = dataclasses.replace(
+                            params, max_new_tokens=min(WARM_TOKENS, params.max_new_tokens)
+                        )
+                        closed_loop(engine, traffic.requests(users, few), users)
+                        engine.reset_metrics()
+                        load = closed_loop(engine, requests, users)
+                        run = summarise(load, traffic.names(count), engine.step_config.mode)
+                        runs.append(run | {"metrics": as_json(engine.figures())})
+                        entry |= {"compile_seconds": round(compiled, 3), **middle(runs)}
+                    except Exception as error:
+                        traceback.print_exc()
+                        entry["error"] = f"{type(error).__name__}: {error}"
+                    record.add(entry)
             rate = entry.get("tokens_per_second")
             said = f"{rate:.1f} tok/s" if rate else f"FAILED, {entry['error']}"
             tell(f"{arm} at {users}: {said}")
@@ -126,3 +132,9 @@ def run_arms(
         # the caches go before the next arm's come
         del engine
         gc.collect()
+
+
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run of middle throughput, the slower of two, with what each of them reached."""
+    rates = [run["tokens_per_second"] for run in runs]
+    return runs[rates.index(statistics.median_low(rates))] | {"every_tokens_per_second": rates}

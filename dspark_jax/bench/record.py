@@ -41,8 +41,8 @@ class Record:
         return record
 
     def add(self, arm: dict[str, Any]) -> None:
-        """Keep an arm and write everything so far."""
-        self.arms.append(arm)
+        """Keep an arm, in place of what it had of the same load, and write everything so far."""
+        self.arms = [one for one in self.arms if _load(one) != _load(arm)] + [arm]
         self._write()
 
     def _write(self) -> None:
@@ -61,6 +61,10 @@ class Record:
     def failed(self) -> list[dict[str, Any]]:
         """Arms that have an error in place of figures."""
         return [arm for arm in self.arms if "error" in arm]
+
+
+def _load(arm: dict[str, Any]) -> tuple[str, int | None]:
+    return arm["arm"], arm.get("concurrency")
 
 
 def merge(path: Path, parts: Sequence[Path]) -> Record:

@@ -50,6 +50,7 @@ def bench(
     calibration: Path | None = None,
     rounds: int = 4,
     min_requests: int = 16,
+    repeats: int = 1,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     seed: int = 0,
@@ -78,6 +79,8 @@ def bench(
         calibration: temperatures of the confidence head.
         rounds: requests of a user.
         min_requests: requests of a load at least.
+        repeats: times that each load is run, in turn with those of the others where arms are
+            apart; the run of middle throughput is kept.
         max_new_tokens: tokens to answer with at most.
         temperature: 0 is greedy.
         seed: request i uses seed + i.
@@ -99,7 +102,7 @@ def bench(
     """
     given = dict(locals())
     del given["apart"]
-    _check_counts(concurrency, rounds, min_requests)
+    _check_counts(concurrency, rounds, min_requests, repeats)
     if not out.absolute().parent.is_dir():
         raise FileNotFoundError(f"no folder {out.absolute().parent} to write {out.name} in")
     plots = None
@@ -133,7 +136,8 @@ def _run_apart(given: dict[str, Any]) -> Record:
         parts = {arm: Path(folder) / f"{arm}.json" for arm in arms}
         written = list(parts.values())
         work = functools.partial(_run_one, given, parts)
-        lost = take_turns(arms, given["concurrency"], work, lambda: merge(out, written))
+        loads = [users for users in given["concurrency"] for _ in range(given["repeats"])]
+        lost = take_turns(arms, loads, work, lambda: merge(out, written))
         record = merge(out, written)
     for arm, how in lost.items():
         record.add({"arm": arm, "error": how})
@@ -164,6 +168,7 @@ def _run(
     calibration: Path | None,
     rounds: int,
     min_requests: int,
+    repeats: int,
     max_new_tokens: int,
     temperature: float,
     seed: int,
@@ -235,6 +240,7 @@ def _run(
         batch_tiers=base.batches(),
         rounds=rounds,
         min_requests=min_requests,
+        repeats=repeats,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
@@ -257,6 +263,7 @@ def _run(
         record,
         rounds=rounds,
         least=min_requests,
+        repeats=repeats,
         turn=turn,
     )
     if figures is not None and cost_table is not None:
@@ -276,11 +283,14 @@ def _title(record: Record) -> str:
     )
 
 
-def _check_counts(concurrency: tuple[int, ...], rounds: int, min_requests: int) -> None:
+def _check_counts(
+    concurrency: tuple[int, ...], rounds: int, min_requests: int, repeats: int
+) -> None:
     increasing = all(a < b for a, b in itertools.pairwise(concurrency))
     if not concurrency or concurrency[0] < 1 or not increasing:
         raise ValueError(f"concurrency is {concurrency}; wanted increasing numbers of 1 or more")
-    for name, value in (("rounds", rounds), ("min-requests", min_requests)):
+    counts = (("rounds", rounds), ("min-requests", min_requests), ("repeats", repeats))
+    for name, value in counts:
         if value < 1:
             raise ValueError(f"{name} is {value}; wanted 1 or more")
 

@@ -1,5 +1,6 @@
 """Every arm gets the same requests, figures add up, and what cannot run is refused first."""
 
+import contextlib
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -90,6 +91,45 @@ def test_the_result_is_written_after_every_load_of_every_arm(measured, tmp_path)
     loads = written_by(tmp_path / "raw.json", ("off",))
     assert [len(one["arms"]) for one in loads] == [1, 2]
     assert [(arm["concurrency"], arm["requests"]) for arm in loads[-1]["arms"]] == [(1, 4), (2, 8)]
+
+
+def test_a_load_that_is_repeated_keeps_its_middle_run(tmp_path, monkeypatch):
+    seconds = iter([3.0, 9.0, 5.0])
+    turns = []
+
+    def loop(engine, requests, users):
+        load = closed_loop(engine, requests, users)
+        measured = requests[0].params.max_new_tokens > bench.WARM_TOKENS
+        return dataclasses.replace(load, seconds=next(seconds)) if measured else load
+
+    @contextlib.contextmanager
+    def turn(users):
+        turns.append(users)
+        yield
+
+    monkeypatch.setattr(bench, "closed_loop", loop)
+    changes = {"concurrency": (USERS,), "repeats": 3, "turn": turn}
+    (last,) = written_by(tmp_path / "raw.json", ("off",), **changes)
+    (arm,) = last["arms"]
+    assert turns == [USERS] * 3, "a turn a run"
+    assert arm["seconds"] == 5.0
+    assert arm["every_tokens_per_second"] == [arm["tokens"] / one for one in (3.0, 9.0, 5.0)]
+    assert arm["metrics"]["generation_tokens_total"] == arm["tokens"], "of this run alone"
+
+
+def test_a_run_that_fails_ends_the_repeats(tmp_path, monkeypatch):
+    calls = []
+
+    def loop(engine, requests, users):
+        calls.append(users)
+        if len(calls) == 4:  # each run is two, of which one is not measured
+            raise RuntimeError("the second run fails")
+        return closed_loop(engine, requests, users)
+
+    monkeypatch.setattr(bench, "closed_loop", loop)
+    record = run(tmp_path / "raw.json", ("off",), concurrency=(USERS,), repeats=3)
+    assert [arm["error"] for arm in record.arms] == ["RuntimeError: the second run fails"]
+    assert len(calls) == 4
 
 
 def test_every_arm_answers_the_same_prompts_and_nothing_of_the_warm_up_counts(measured):
@@ -414,6 +454,7 @@ def test_arms_apart_are_given_what_they_look_at_and_one_that_dies_is_told(
         (["--concurrency", "0"], "concurrency is (0,)"),
         (["--rounds", "0"], "rounds is 0; wanted 1 or more"),
         (["--min-requests", "0"], "min-requests is 0"),
+        (["--repeats", "0"], "repeats is 0; wanted 1 or more"),
         (["--arms", "k=9"], "arm is 'k=9'"),
         ([], "arm compact chooses windows by measured costs and no --cost-table"),
         (["--arms", "off", "--max-new-tokens", "0"], "max_new_tokens is 0"),
