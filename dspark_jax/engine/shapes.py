@@ -104,6 +104,10 @@ TYPICAL_RATE = 0.05
 """Weight of a step's mean confidences in those that a new request begins with."""
 
 
+MOST_REQUESTS = 512
+"""Requests whose survivals a choice is made by; of more every second, and so on."""
+
+
 @dataclasses.dataclass
 class _Measured:
     """What steps of one depth measured of the requests in ``slots``, which had these ``lanes``.
@@ -242,9 +246,10 @@ class ShapeChoice:
         if len(shapes) == 1 or not len(slots):
             return shapes[0]
         index = np.asarray(slots, int)
-        users, room = len(index), self._room.take(index)
+        users, some = len(index), index[:: -(-len(index) // MOST_REQUESTS)]
+        room = self._room.take(some)
         # that the slots exist has been seen: to look again takes as long as to copy
-        survival = self._known.take(index, axis=1, mode="clip")
+        survival = self._known.take(some, axis=1, mode="clip")
         for before, column in itertools.pairwise(survival):
             column *= before
         if room.min() <= len(survival):
@@ -253,7 +258,7 @@ class ShapeChoice:
         prices = _seconds(shapes, batch, costs)
         seconds = _at(float(self._rows.take(index).sum()), costs.contexts, prices)
         seconds = np.maximum(seconds, least)
-        tokens = users + _best_sums(survival, shapes)
+        tokens = users + _best_sums(survival, shapes, users)
         promised = tokens / seconds
         if prefilling and self._pace:
             pace = self._pace * (users + prefilling)
@@ -286,15 +291,19 @@ def _aged(known: np.ndarray, steps: Any, rate: float) -> np.ndarray:
     return 1.0 - (1.0 - known) * (1.0 - rate) ** steps
 
 
-def _best_sums(survival: np.ndarray, shapes: tuple[Shape, ...]) -> np.ndarray:
-    """``[n]`` sums of the largest of ``[G, N]`` survivals that each shape has room for."""
-    sums = []
+def _best_sums(survival: np.ndarray, shapes: tuple[Shape, ...], users: int) -> np.ndarray:
+    """``[n]`` sums of the largest survivals of ``users`` that each shape has room for.
+
+    Args:
+        survival: ``[G, N]`` of those, or of some that stand for all.
+    """
+    each, sums = users / survival.shape[1], []
     for shape in shapes:
         drafts = survival[: shape.depth].ravel()
-        left = drafts.size + survival.shape[1] - shape.rows
+        left = drafts.size - round((shape.rows - users) / each)
         if left > 0:
-            drafts = np.partition(drafts, left)[left:]
-        sums.append(drafts.sum())
+            drafts = np.partition(drafts, left)[left:] if left < drafts.size else drafts[:0]
+        sums.append(each * drafts.sum())
     return np.array(sums, float)
 
 

@@ -105,6 +105,24 @@ def test_the_shape_of_highest_expected_throughput_is_taken(trust, a_row, best):
     assert choice.choose(shapes, BATCH, costs(a_row=a_row), range(BATCH)) == best
 
 
+@pytest.mark.parametrize("users", [513, 1024, 1500])
+@pytest.mark.parametrize("a_row", [0.0005, 0.001, 0.002, 0.004])
+def test_of_very_many_requests_some_stand_for_all(users, a_row, monkeypatch):
+    random = np.random.default_rng(users)
+    trust = random.uniform(0.2, 1.0, (users, 1))
+    choice = choice_of(trust ** random.uniform(0.5, 2.0, (users, DEPTH)))
+    shapes = every_shape([users * rows for rows in (2, 3, 4, 6, 8)], users, DEPTHS)
+    prices = costs(users, a_row=a_row)
+    calls = []
+    partition = np.partition
+    monkeypatch.setattr(np, "partition", lambda x, k: calls.append(x.size) or partition(x, k))
+    found = choice.choose(shapes, users, prices, range(users))
+    assert 0 < max(calls) <= 512 * DEPTH
+    monkeypatch.setattr("dspark_jax.engine.shapes.MOST_REQUESTS", users)
+    choice._last.clear()
+    assert found == choice.choose(shapes, users, prices, range(users))
+
+
 def test_a_host_that_takes_longer_than_the_device_wants_the_most_tokens():
     choice = choice_of(np.full((BATCH, DEPTH), 0.6))
     shapes = every_shape((8, 16, 24, 32, 48, 64), BATCH, DEPTHS)
